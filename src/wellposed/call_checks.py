@@ -63,7 +63,8 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise
             from wellposed.tensor_calls import refusal_of  # imports torch
 
-            if (refusal := refusal_of(call, args, kwargs, error)) is None:
+            refusal = refusal_of(call, args, kwargs, error)
+            if refusal is None:
                 raise
             raise refusal from error
 
@@ -87,7 +88,8 @@ def renamed_keywords(
         @functools.wraps(call)
         def renamed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             for old in [name for name in kwargs if name in new_names]:
-                new, value = new_names[old], kwargs.pop(old)
+                new = new_names[old]
+                value = kwargs.pop(old)
                 line = f"{_name(call, args)}: {old}= is {new}= now"
                 warnings.warn(line, FutureWarning, stacklevel=2)
                 is_given = new in kwargs or new in names[: len(args)]
@@ -175,7 +177,8 @@ def checked_arguments(
             for name, value in arguments.items()
             if name in hints()
         }
-        if problems := value_problems(values, hints()):
+        problems = value_problems(values, hints())
+        if problems:
             raise ConfigError(f"{where}: {'; '.join(problems)}")
         return call(*args, **kwargs)
 
@@ -203,9 +206,11 @@ def require_module(call: str, model: object) -> None:
 
 def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> None:
     """Log ``|W' - W|_F / |W|_F`` by name; a warning if a weight moved by more than `FAR`."""
-    line, far = f"{did}; none moved", sum(part > FAR for part in moved.values())
+    line = f"{did}; none moved"
+    far = sum(part > FAR for part in moved.values())
     if any(moved.values()):
-        worst, mean = max(moved, key=lambda name: moved[name]), sum(moved.values()) / len(moved)
+        worst = max(moved, key=lambda name: moved[name])
+        mean = sum(moved.values()) / len(moved)
         most = f"{moved[worst]:.2g} at most ({worst})"
         line = f"{did}; moved by {mean:.2g} of their norm on average, {most}"
     if far:

@@ -39,7 +39,8 @@ def shown_value(value: str) -> str:
 
 def _cut(message: str) -> str:
     message = _VALUE.sub(lambda match: shown_value(match[0]), message)
-    left_out, half = len(message) - MAX_MESSAGE, MAX_MESSAGE // 2
+    left_out = len(message) - MAX_MESSAGE
+    half = MAX_MESSAGE // 2
     if left_out <= 0:
         return message
     return f"{message[:half]} ... {left_out:,} characters ... {message[-half:]}"
@@ -94,7 +95,8 @@ def nearest_names(name: str, known: Iterable[str], *, count: int = 3) -> list[st
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
     """Build the error for a name that is not registered; it lists at most three near ones."""
-    known, name = list(known), name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
+    known = list(known)
+    name = name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
     hint = f"expected one of {shortened(known)}" if known else f"no {kind} is registered"
     if difflib.get_close_matches(name, known, cutoff=0.25):
         hint = f"nearest: {', '.join(nearest_names(name, known))}"

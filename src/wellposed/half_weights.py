@@ -44,7 +44,8 @@ def lost_steps_warning(call: str, parameters: Iterable[Tensor], optimizer: str) 
     >>> lost_steps_warning("constrain_", [torch.ones(2)], "AdamW")
     ''
     """
-    if not (lost := lost_steps(parameters)):
+    lost = lost_steps(parameters)
+    if not lost:
         return ""
     return (
         f"{call}: {lost}, unless {optimizer} keeps float32 copies or rounds stochastically; load the"

@@ -6,7 +6,9 @@ from typing import Any
 
 from wellposed.errors import ConfigError
 
-SINGLE, SEVERAL, NUMBER = "single_label_classification", "multi_label_classification", "regression"
+SINGLE = "single_label_classification"
+SEVERAL = "multi_label_classification"
+NUMBER = "regression"
 
 
 def problem_type(config: Any) -> str:
@@ -18,7 +20,8 @@ def problem_type(config: Any) -> str:
     >>> problem_type(SimpleNamespace(num_labels=1)), problem_type(SimpleNamespace(num_labels=3))
     ('regression', 'single_label_classification')
     """
-    count, kind = getattr(config, "num_labels", None), getattr(config, "problem_type", None)
+    count = getattr(config, "num_labels", None)
+    kind = getattr(config, "problem_type", None)
     if kind is None:
         return NUMBER if count == 1 else SINGLE
     if kind not in (SINGLE, SEVERAL, NUMBER) or (kind == SINGLE and count == 1):

@@ -86,7 +86,8 @@ class CheckedOptions:
     def __post_init__(self) -> None:
         hints = checked_hints(type(self))
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        if problems := value_problems(values, hints) or [*self.problems()]:
+        problems = value_problems(values, hints) or [*self.problems()]
+        if problems:
             raise OptionsError(problems)
 
     def problems(self) -> Iterable[str]:
@@ -155,7 +156,9 @@ def build_options(
       run.toml: unknown option 'stepz'; nearest: steps
       run.toml: option 'steps' is missing
     """
-    hints, built, problems = checked_hints(options_class), dict(values), []
+    hints = checked_hints(options_class)
+    built = dict(values)
+    problems = []
     for name, hint in hints.items():
         table = unwrapped(hint)[0]
         if dataclasses.is_dataclass(table) and isinstance(values.get(name), Mapping):
@@ -183,7 +186,8 @@ def build_options(
 
 def required(options_class: type[Any]) -> list[str]:
     """Return the names of the fields of a dataclass that have no default."""
-    none, items = dataclasses.MISSING, dataclasses.fields(options_class)
+    none = dataclasses.MISSING
+    items = dataclasses.fields(options_class)
     return [item.name for item in items if item.default is item.default_factory is none]
 
 

@@ -71,8 +71,10 @@ class Plan:
             f"{self.verb}: {sum(self.matrices.values())} matrices, {len(self.flops_by_rank)} ranks"
         )
         calls = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
-        flops, sent = in_units(max(self.flops_by_rank)), in_units(self.sent_bytes)
-        stored, more = in_units(self.kept_bytes), in_units(self.peak_bytes)
+        flops = in_units(max(self.flops_by_rank))
+        sent = in_units(self.sent_bytes)
+        stored = in_units(self.kept_bytes)
+        more = in_units(self.peak_bytes)
         lines = (
             text_table(title, ["role", "shape", "dtype", "count"], rows),
             f"a step of the busiest rank: {flops}FLOP, {100 * self.share(tokens):.2g}% of the"
@@ -148,11 +150,13 @@ def counted_plan(
         if weight.requires_grad:  # its gradient is already allocated
             weight.register_post_accumulate_grad_hook(lambda w: setattr(w, "grad", None))
     caller: Any = nn.Module()
-    caller.model, caller.forward = model, run
+    caller.model = model
+    caller.forward = run
     ranks = ranks_of(model.parameters())
     with patch.object(torch, "autocast", _Autocast), Meter(ranks) as meter:
         functional_call(caller, empty, ())
-    per_token, flops = model_flops_per_token(model), (meter.flops,) * ranks
+    per_token = model_flops_per_token(model)
+    flops = (meter.flops,) * ranks
     cost = dict(meter.collectives), round(meter.sent_bytes), 0, meter.peak_bytes
     return Plan(verb, counted_kinds(matrices), flops, per_token, (), *cost, notes)
 
@@ -177,7 +181,8 @@ class Meter(TorchDispatchMode):
             self._is_new(leaf)
         result = func(*args, **kwargs)
         name = func._overloadpacket.__name__
-        if products := flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None)):
+        products = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
+        if products:
             self.flops += products(*args, **kwargs, out_val=result)
         is_collective = func.namespace in ("c10d", "_c10d_functional")  # or waits for a collective
         for kind in _SENT if is_collective else ():
@@ -194,7 +199,8 @@ class Meter(TorchDispatchMode):
 
     def _is_new(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        if is_new := storage._cdata not in self._known:
+        is_new = storage._cdata not in self._known
+        if is_new:
             self._known.add(storage._cdata)
             weakref.finalize(storage, self._known.discard, storage._cdata)
         return is_new

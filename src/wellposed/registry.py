@@ -84,7 +84,8 @@ class Registry(Generic[T]):
     def _all(self) -> dict[str, T]:
         """Return all entries, those of installed packages included."""
         if self._entry_points:
-            group, self._entry_points = self._entry_points, ""
+            group = self._entry_points
+            self._entry_points = ""
             load_entry_points(group)
         return self._entries
 

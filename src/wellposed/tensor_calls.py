@@ -62,14 +62,17 @@ def refusal_of(
     built = [m for _, m in named if isinstance(m, nn.Module) and "_buffers" in vars(m)]
     weights = [(f"weights of {type(m).__name__}", w) for m in built for w in m.parameters()]
     for kind, (is_kind, advice) in _KINDS.items():
-        if matching := [name for name, tensor in (*inputs, *weights) if is_kind(tensor)]:
+        matching = [name for name, tensor in (*inputs, *weights) if is_kind(tensor)]
+        if matching:
             names = shortened(list(dict.fromkeys(matching)))
             return ConfigError(f"{where}: received {kind} ({names}); {advice}")
-    if wrong := [name for name, value in named if _is_no_tensor(hints.get(name, ""), value)]:
+    wrong = [name for name, value in named if _is_no_tensor(hints.get(name, ""), value)]
+    if wrong:
         kinds = ", ".join(f"{name} of type {type(dict(named)[name]).__name__}" for name in wrong)
         return ShapeError(f"{where}: expected tensors, received {kinds}; take torch.as_tensor")
     words = str(error).partition("\n")[0][:MAX_SHOWN]
-    if modes := [mode for mode, is_on in _MODES.items() if is_on()]:
+    modes = [mode for mode, is_on in _MODES.items() if is_on()]
+    if modes:
         return ConfigError(f"{where} fails in {', '.join(modes)}: {words}; call it outside")
     if not _raised_by_torch(error):
         return None
@@ -119,7 +122,8 @@ def with_graph(
         # Views, as two inputs may be one tensor.
         views = [None if x is None else x.view_as(x) for x in inputs]
         wanted = [x for x in (*views, *weights) if x is not None and x.requires_grad]
-        value, options = formula(*views), {"create_graph": True, "allow_unused": True}
+        value = formula(*views)
+        options = {"create_graph": True, "allow_unused": True}
         gradients = torch.autograd.grad(value, wanted, gradient, **options)
     by_id = dict(zip(map(id, wanted), gradients, strict=True))
     return [by_id.get(id(x)) for x in (*views, *weights)]

@@ -149,7 +149,8 @@ class SlopeMeter:
 
     def measure(self, x: Tensor, y: Tensor) -> Found:
         """Return slopes of inputs in the dtype: 0 if too close, -inf if an output is not finite."""
-        x, y = self._place(x), self._place(y)
+        x = self._place(x)
+        y = self._place(y)
         outputs = [self.call(value).double() for value in (x, y)]
         apart = perturbation_size(x.double() - y.double(), self.norm)
         sizes = sum(perturbation_size(output.detach(), self.norm) for output in outputs)

@@ -42,7 +42,8 @@ class Call:
     """``x -> y`` of shape (batch, tokens, features)."""
 
     def __init__(self, target: Any, kwargs: Mapping[str, Any]) -> None:
-        self.target, self.kwargs = target, kwargs
+        self.target = target
+        self.kwargs = kwargs
         self.embeds = isinstance(target, nn.Module) and hasattr(target, "get_input_embeddings")
         self.is_pair = isinstance(target, nn.Module) and reads_pairs(target)
 
@@ -101,7 +102,8 @@ def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
 
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy in another dtype that computes the same map: RMSNorm keeps its default eps."""
-    twin, unit = copied(module), torch.promote_types(activation_dtype(module), torch.float32)
+    twin = copied(module)
+    unit = torch.promote_types(activation_dtype(module), torch.float32)
     for part in twin.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
             part.eps = torch.finfo(unit).eps

@@ -164,7 +164,8 @@ def lipschitz_lower_bound(
     none = begin.new_full((restarts,), -math.inf)
     random = torch.randn(unit.shape, dtype=moving, generator=generator, device="cpu")
     random = random.to(begin)
-    steepest, direction = Found(begin, random, none), random
+    steepest = Found(begin, random, none)
+    direction = random
 
     def score(is_last: bool) -> Tensor:
         nonlocal steepest, direction
@@ -211,7 +212,8 @@ def _report(
             " scales"
         )
     best = chosen.best
-    x, y = pairs.x[best], pairs.other[best]
+    x = pairs.x[best]
+    y = pairs.other[best]
     apart = y.double() - x.double()
     size = perturbation_size(apart[None], norm).clamp_min(torch.finfo(torch.float64).tiny)
     jacobian = max(0.0, float(steepest.slopes[steepest.best]))

@@ -126,7 +126,8 @@ def differing_parts(
     """Yield why a part that a rule read by itself (not in ``reached``) cannot be trusted: its call
     differs, or its class is neither plain nor ``vouched`` for (both are ids)."""
     for path, part in _parts_not_reached(module, reached):
-        if (differs := uncertifiable_reason(part)) is not None:
+        differs = uncertifiable_reason(part)
+        if differs is not None:
             yield f"{path} ({class_called(part).__name__}): {differs}"
         elif id(part) not in vouched and (unknown := _unknown_class(part)) is not None:
             yield f"{path} is {unknown}"
@@ -147,7 +148,8 @@ def _parts_not_reached(
 
 def _replaced(module: nn.Module) -> str | None:
     """Return the first method that was replaced, on the object or on its class."""
-    kind, on_object = type(module), replaced_method(module)
+    kind = type(module)
+    on_object = replaced_method(module)
     if on_object is not None:
         return on_object
     if kind.__call__ is not nn.Module.__call__:

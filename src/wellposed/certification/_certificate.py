@@ -240,7 +240,8 @@ class Certificate:
             )
         classes = range(logits.shape[-1])
         known = () if labels is None else labels.unique().tolist()
-        if wrong := [label for label in known if label not in classes]:
+        wrong = [label for label in known if label not in classes]
+        if wrong:
             raise ShapeError(f"radius: labels must be in [0, {len(classes)}), received {wrong[:5]}")
         self._check_lengths(tokens, inputs)
         room = self._room(largest_token, width, inputs).to(logits.device)

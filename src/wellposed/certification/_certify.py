@@ -28,7 +28,8 @@ from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
 
 USELESS = 1e3
 """From this total on, a margin of 1 covers moves of a thousandth of a token's norm at most."""
-_KINDS, _ABOVE_ONE = 3, 1.05
+_KINDS = 3
+_ABOVE_ONE = 1.05
 """Number of kinds of parts that are named, and the factor from which a part counts."""
 _NO_PREFIX = (
     "without past_key_values: keys and values that a caller passes in need not lie in a ball (B13)"
@@ -108,7 +109,8 @@ def certify(
         )
     module = without_compiler(module)
     _refuse_non_finite(module)
-    dtype, ball = activation_dtype(module), math.inf if radius is None else float(radius)
+    dtype = activation_dtype(module)
+    ball = math.inf if radius is None else float(radius)
     context = RuleContext("", ball, norm, seq_len, min_tokens, mask, dtype)
     builder = context.builder
     with undisturbed(module):
@@ -235,7 +237,9 @@ def _explain(total: float, rows: Sequence[CertifiedLayer]) -> str:
             groups.setdefault(row.module, []).append(row.lipschitz)
     culprits: list[str] = []
     for kind in sorted(groups, key=lambda kind: -math.prod(groups[kind]))[:_KINDS]:
-        low, high, count = min(groups[kind]), max(groups[kind]), len(groups[kind])
+        low = min(groups[kind])
+        high = max(groups[kind])
+        count = len(groups[kind])
         factors = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
         culprits.append(f"{count} {kind} of {factors}")
     why = ", ".join(culprits) or "no kind of layer alone is responsible, each adds to it"

@@ -67,10 +67,12 @@ def times(*factors: float) -> float:
 def _composed(
     total: float, form: str, parts: Sequence[LayerBound], out_radius: float, skip: float
 ) -> LayerBound:
-    label, reason = worst_label([part.label for part in parts]), ""
+    label = worst_label([part.label for part in parts])
+    reason = ""
     without = [part for part in parts if part.label == "uncertified"]
     if math.isinf(total):
-        label, reason = "uncertified", without[0].reason if without else "overflow"
+        label = "uncertified"
+        reason = without[0].reason if without else "overflow"
     elif label == "uncertified":
         # If the part without a bound is multiplied by zero, the rest is certified.
         label = "certified"
@@ -155,7 +157,8 @@ class CertificateBuilder:
                 " of the variant lipschitz (B14)",
                 unproved=True,
             )
-        if (differs := uncertifiable_reason(module)) is not None:
+        differs = uncertifiable_reason(module)
+        if differs is not None:
             return context.refuse(differs)
         composed_before = self.overwriting.copy()
         try:
@@ -170,7 +173,8 @@ class CertificateBuilder:
                 raise
             return context.refuse(differs)
         differs = None if bound.label == "uncertified" else self._differing_part(module, place)
-        if loose := self.overwriting - composed_before - {bound.overwrites}:
+        loose = self.overwriting - composed_before - {bound.overwrites}
+        if loose:
             # The rule bounds this part by itself, and may use the part's input again.
             differs = differs or overwritten(min(loose))
         return bound if differs is None else context.refuse(differs)
@@ -260,7 +264,8 @@ class RuleContext:
 
     def remember(self, owner: object, kind: object, compute: Callable[[], T]) -> T:
         """Return ``compute()``, called once per owner and kind in a certificate."""
-        memory, key = self.builder.memory, (id(owner), kind)
+        memory = self.builder.memory
+        key = (id(owner), kind)
         if key not in memory:
             # A reference to the owner keeps its id from being reused during this call.
             memory[key] = (owner, compute())
@@ -335,7 +340,8 @@ class RuleContext:
 
     def layer(self, owner: nn.Module, *branches: tuple[str, Branch], before: bool) -> LayerBound:
         """Return the bound of residual sublayers, each with the path of its norm: first, or last."""
-        context, bounds = self, []
+        context = self
+        bounds = []
         for path, branch in branches:
             norm = (path, owner.get_submodule(path))
             first, last = (norm, None) if before else (None, norm)

@@ -188,9 +188,11 @@ class _Exact(torch.autograd.Function):
         grads: dict[str, list[Tensor]] = {"query": [], "key": [], "bias": []}
         step = max(1, _CHUNK // max(1, heads * tokens * tokens))
         for start in range(0, batch, step):
-            q, k = query[start : start + step].to(dtype), key[start : start + step].to(dtype)
+            q = query[start : start + step].to(dtype)
+            k = key[start : start + step].to(dtype)
             part = masks.chunk(start, start + step)
-            scores, closed = (q * masks.scale) @ k.mT, part.closed(q)
+            scores = (q * masks.scale) @ k.mT
+            closed = part.closed(q)
             if part.bias is not None:
                 scores += part.bias
             if closed is not None:
@@ -207,7 +209,8 @@ class _Exact(torch.autograd.Function):
                 grads["bias"].append(upstream)
         slopes = (torch.cat(parts) if parts else None for parts in grads.values())
         ctx.save_for_backward(*slopes, query, key, bias)
-        ctx.masks, ctx.bias_shape = masks, None if bias is None else bias.shape
+        ctx.masks = masks
+        ctx.bias_shape = None if bias is None else bias.shape
         return torch.cat(values)
 
     @staticmethod
@@ -233,7 +236,8 @@ def _exactly(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
 def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
     """Return the value of `_Exact` for all chunks at once, in operations that autograd supports."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores, closed = (query.to(dtype) * masks.scale) @ key.to(dtype).mT, masks.closed(query)
+    scores = (query.to(dtype) * masks.scale) @ key.to(dtype).mT
+    closed = masks.closed(query)
     scores = scores if bias is None else scores + bias
     scores = scores if closed is None else scores.masked_fill(closed, -torch.inf)
     return _value_and_gradient(scores, masks, gradient=False)[0]
@@ -358,7 +362,8 @@ def _check(
             "affinity_penalty: float16 queries on a CPU; use bfloat16 or float32 there"
         )
     *lead, tokens, _ = query.shape
-    square, expected = (*lead, tokens, tokens), (lead[0] if lead else 1, tokens)
+    square = (*lead, tokens, tokens)
+    expected = (lead[0] if lead else 1, tokens)
     if attn_mask is not None and not broadcasts(attn_mask.shape, square):
         raise ShapeError(
             f"affinity_penalty: attn_mask is {tuple(attn_mask.shape)}, expected to broadcast to"

@@ -156,7 +156,8 @@ def _exact_shift(query: Tensor, key: Tensor, unseen: Tensor | None) -> Tensor:
         together = query.reshape(*key.shape[:-2], -1, key.shape[-1])
         # Equal lengths are self-attention: a padded query is then a padded token.
         ends = _range(together, unseen if together.shape[-2] == key.shape[-2] else None)
-        low, high = torch.minimum(low, ends[0]), torch.maximum(high, ends[1])
+        low = torch.minimum(low, ends[0])
+        high = torch.maximum(high, ends[1])
     is_range = low <= high
     positive = is_range & (low > 0) & (high <= 2 * low)
     negative = is_range & (high < 0) & (low >= 2 * high)
@@ -265,7 +266,8 @@ def l2_attention(
     if padding is not None and lead:
         # (batch, 1, .., keys)
         padding = padding.reshape(padding.shape[0], *(1,) * (len(lead) - 1), padding.shape[-1])
-    query, key = query.expand(*lead, -1, -1), key.expand(*lead, -1, -1)
+    query = query.expand(*lead, -1, -1)
+    key = key.expand(*lead, -1, -1)
     value = key if tied else value.expand(*lead, -1, -1)
 
     unseen = padding

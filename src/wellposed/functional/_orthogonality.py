@@ -71,7 +71,9 @@ def orthogonality_errors(weight: Tensor) -> OrthogonalityErrors:
     matrix = weight.to(torch.promote_types(weight.dtype, torch.float32))
     power = torch.frexp(torch.linalg.vector_norm(matrix, torch.inf)).exponent
     matrix = torch.ldexp(matrix, -power)  # exact, and fourth powers neither overflow nor vanish
-    worst, off_diagonal, lengths = [], torch.zeros((), dtype=torch.float64), []
+    worst = []
+    off_diagonal = torch.zeros((), dtype=torch.float64)
+    lengths = []
     for start in range(0, matrix.shape[0], _BLOCK):
         with torch.autocast(matrix.device.type, enabled=False):
             gram = matrix[start : start + _BLOCK] @ matrix.t()

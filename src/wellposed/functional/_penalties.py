@@ -27,7 +27,8 @@ from wellposed.tensor_calls import is_transformed, with_graph
 
 Side = Literal["columns", "rows"]
 # Most entries of weights and Gram matrices in one batch; on a CPU, as many as fit its caches.
-_ENTRIES, _ENTRIES_CPU = 1 << 24, 1 << 20
+_ENTRIES = 1 << 24
+_ENTRIES_CPU = 1 << 20
 
 
 def gram_penalty(
@@ -129,7 +130,8 @@ def qr_penalty(
             f"qr_penalty: method = {method!r}, expected 'householder' or 'gram_schmidt'"
         )
     check_weights([weight])
-    original, weight = weight, gathered(weight)
+    original = weight
+    weight = gathered(weight)
     matrix = weight if weight.shape[0] >= weight.shape[1] else weight.t()
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     with torch.autocast(matrix.device.type, enabled=False):
@@ -227,7 +229,8 @@ class _Plan:
         first = weights[0]
         dtype = dtype or gram_product_dtype(first)
         check_gram_dtype(dtype)
-        missing, groups = first.shape[1] - sum(map(len, weights)) // count, ()
+        missing = first.shape[1] - sum(map(len, weights)) // count
+        groups = ()
         by_columns = missing <= 0
         if any(is_sharded(weight) for weight in weights):
             weights, groups, by_columns = _local_blocks(count, weights, by_columns, not missing)
@@ -280,7 +283,8 @@ def _batches(
 
     def size(place: int) -> int:
         first = stacks[place]
-        rows, columns = sum(map(len, first)), first[0].shape[1]
+        rows = sum(map(len, first))
+        columns = first[0].shape[1]
         cut = cut_of(first[0], once=False)
         most = _ENTRIES_CPU if cut is None and first[0].device.type == "cpu" else _ENTRIES
         ranks = 1 if cut is None else cut.ranks

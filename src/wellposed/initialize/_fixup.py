@@ -239,7 +239,8 @@ def dt_fixup_(
         verb=DT_FIXUP,
     )
     gone = check_norms(new, excluded, roles.norms)
-    first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
+    first = only.layer_paths[0]
+    inside = tuple(f"{path}." for path in only.layer_paths)
     skipped = [new.get_submodule(path) for path in gone if not path.startswith(inside)]
     norms = _entering_norms(model, new.get_submodule(first), loader, skipped)
     mu = norms.max().item()
@@ -292,7 +293,8 @@ def _entering_norms(
         real = masks.pop(0) if len(masks) > 1 else masks[0]
         if real is not None and real.shape == norms.shape:
             norms = norms[real.to(norms.device)]
-        if infinite := int((~norms.isfinite()).sum()):
+        infinite = int((~norms.isfinite()).sum())
+        if infinite:
             raise ConvergenceError(
                 f"input of the new layers: {infinite} of {norms.numel()} token norms are not finite"
                 f" (dtype {hidden.dtype}); the signal overflows before them: use bf16 or float32"

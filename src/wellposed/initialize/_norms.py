@@ -56,7 +56,8 @@ def remove_norms_(
     """
     require_module("remove_norms_", model)
     detected = () if batch is None else find_roles_for(_REMOVE, model, batch).norms
-    excluded, norms = patterns_of("exclude", exclude), norms_of(model, detected)
+    excluded = patterns_of("exclude", exclude)
+    norms = norms_of(model, detected)
     unused = [repr(p) for p in excluded if not any(matches(path, [p]) for path in norms)]
     if unused:
         raise ConfigError(

@@ -381,7 +381,8 @@ def _check_writable(steps: Sequence[Step]) -> None:
         ),
     }
     for problem, is_so in problems.items():
-        if names := [view.parameter_name for view in views if is_so(view)]:
+        names = [view.parameter_name for view in views if is_so(view)]
+        if names:
             raise ConfigError(f"{problem}:\n{listed(names)}")
 
 
@@ -392,9 +393,11 @@ def carry_out(
     """Draw and scale every weight, in place, and return one row for each; ``undo`` restores them."""
     rows: list[InitializedWeight] = []
     for step in steps:
-        weight, padding = step.view.tensor(), step.padding_index
+        weight = step.view.tensor()
+        padding = step.padding_index
         original = before = after = _std(weight, padding)
-        moved, is_drawn = None, step.draw != "kept"
+        moved = None
+        is_drawn = step.draw != "kept"
         if is_drawn:
             values = _drawn(step, weight, generator)
             before = _std(values, padding)

@@ -44,7 +44,8 @@ def measure_activations(
             sums.append((f"{names[id(role)]} heads", numbers))
 
     def returned(place: _Place, module: nn.Module, _: Any, output: Any) -> None:
-        if (tokens := hooks.first_tensor(output)) is not None:
+        tokens = hooks.first_tensor(output)
+        if tokens is not None:
             parts = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
             turned = not all(part.batch_first for part in parts)
             sums.append((place.path, _of_tokens(tokens, real[place.stack], turned=turned)))
@@ -79,7 +80,8 @@ def _of_heads(probabilities: Tensor, real: Tensor | None) -> Tensor:
     key."""
     attends = probabilities.isfinite().all(-1).all(1)
     keep = real if real is not None and real.shape == attends.shape else attends | True
-    masked, keep = keep & ~attends, keep & attends
+    masked = keep & ~attends
+    keep = keep & attends
     rows = probabilities.where(keep[:, None, :, None], 0.0)
     sums = [measure(rows).sum((0, 2)) for measure in (attention_entropy, softmax_sensitivity)]
     counts = (keep.sum(), keep.any(1).sum(), masked.sum())

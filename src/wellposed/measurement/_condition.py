@@ -28,7 +28,8 @@ from wellposed.measurement._stacks import ENTRIES, norms, stacked
 from wellposed.roles import RoleWeight
 from wellposed.text_table import format_number
 
-COLD, WARM = 48, 12
+COLD = 48
+WARM = 12
 """Lanczos steps from a random-like vector (1e-3 on flat spectra), and from the last vector."""
 INDEPENDENT = 1e-2
 """Smaller eigenvalues of the products of unit vectors are rounding: the vectors are dependent."""
@@ -76,7 +77,8 @@ class StackedCondition:
     def measured(self) -> list[Tensor]:
         """Compute the tensors that `rows` takes, without waiting for the device."""
         stored = {view.parameter_name: view.parameter for view in self._views}
-        if quantised := [f"{n}: {p.dtype}" for n, p in stored.items() if not p.is_floating_point()]:
+        quantised = [f"{n}: {p.dtype}" for n, p in stored.items() if not p.is_floating_point()]
+        if quantised:
             problem = "these weights are quantised; measure the model before quantisation"
             raise ConfigError(f"{problem}:\n{listed(quantised)}")
         sides = [sorted(view.shape) for view in self._views]
@@ -118,7 +120,8 @@ class StackedCondition:
             spectral = vectors @ vectors.mT, vectors @ gram @ vectors.mT
         diagonal.zero_()
         # On a CPU `aminmax` takes 20 times as long.
-        low, high = gram.amin((1, 2)), gram.amax((1, 2))
+        low = gram.amin((1, 2))
+        high = gram.amax((1, 2))
         return _Stack(places, vectors, (torch.cat(scales), centre, spread, low, high, *spectral))
 
     def _vectors(self, places: tuple[int, ...], gram: Tensor) -> Tensor:
@@ -181,8 +184,10 @@ class StackedCondition:
         cuts = [self._cuts.get(id(view.parameter)) for view in self._views]
         device = self._views[0].parameter.device
         lines = shared([known.get(i) or [0.0] * n for i, n in enumerate(sizes)], cuts, device)
-        self._stacks, self._whole = [], {}
-        place, stored = names.index("sigma_max"), [view.parameter_name for view in self._views]
+        self._stacks = []
+        self._whole = {}
+        place = names.index("sigma_max")
+        stored = [view.parameter_name for view in self._views]
         broken = (n for n, line in zip(stored, lines, strict=True) if math.isnan(line[place]))
         if broken := [*dict.fromkeys(broken)]:
             problem = "these weights hold NaN or infinity and cannot be measured"
@@ -227,8 +232,10 @@ class StackedCondition:
         squares = squares.clamp_min(0.0)
         unit = torch.finfo(torch.float64).eps
         sums = rounded_sums(max(self._views[i].shape)) * squares.sum() + len(squares) * squares[0]
-        values, off = squares.sqrt() * scale, sums * unit / 2
-        below, above = (squares - off).clamp_min(0.0).sqrt() * scale, (squares + off).sqrt() * scale
+        values = squares.sqrt() * scale
+        off = sums * unit / 2
+        below = (squares - off).clamp_min(0.0).sqrt() * scale
+        above = (squares + off).sqrt() * scale
         error = torch.maximum(values - below, above - values).amax()
         pairs = zip(_spectral(below, above), _spectral(above, below), strict=True)
         if any(format_number(a) != format_number(b) for a, b in pairs):
@@ -239,7 +246,8 @@ class StackedCondition:
 
 def _spectral(tops: Tensor, bottoms: Tensor) -> list[float]:
     """Return sigma_max, stable rank, sigma_min and their ratio, from upper and lower bounds."""
-    largest, smallest = tops[0].item(), bottoms[-1].item()
+    largest = tops[0].item()
+    smallest = bottoms[-1].item()
     rank = (bottoms / largest).square().sum().item() if largest > 0 else math.nan
     return [largest, rank, smallest, largest / smallest if smallest > 0 else math.inf]
 

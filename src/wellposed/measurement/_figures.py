@@ -32,7 +32,8 @@ def heat_map(rows: Iterable[Mapping[str, Any]], value: str) -> HeatMap:
     cells: dict[tuple[str, Any], dict[str, float | None]] = {}
     for row in rows:
         if row.get("layer") is not None:
-            cell, name = cells.setdefault((str(row["stack"]), row["layer"]), {}), role_name(row)
+            cell = cells.setdefault((str(row["stack"]), row["layer"]), {})
+            name = role_name(row)
             known = [number for number in (cell.get(name), row.get(value)) if number is not None]
             cell[name] = max(known, default=None)
     layers = sorted(cells, key=lambda layer: (layer[0] != "encoder", *layer))
@@ -58,7 +59,8 @@ def error_figure(heat: HeatMap) -> Figure:
     import numpy as np
     from matplotlib.colors import LogNorm
 
-    rows, left = len(heat.layers), 0.3 + 0.075 * min(60, max(map(len, heat.layers), default=0))
+    rows = len(heat.layers)
+    left = 0.3 + 0.075 * min(60, max(map(len, heat.layers), default=0))
     tall = 1.3 + rows * (0.2 if rows <= MOST_LAYERS else 0.08)
     figure = new_figure(11.7, tall)
     axes = figure.subplots()
@@ -71,7 +73,8 @@ def error_figure(heat: HeatMap) -> Figure:
     drawn = values[np.isfinite(values) & (values > 0)]
     low, high = (drawn.min(), drawn.max()) if len(drawn) else (1e-3, 1.0)
     if high <= 1.01 * low:
-        low, high = low / 2, high * 2
+        low = low / 2
+        high = high * 2
     cells = np.ma.masked_invalid(values.clip(min=low))
     mesh = axes.pcolormesh(cells, norm=LogNorm(low, high), cmap="viridis")
     names = [short_role(name) for name in heat.roles]

@@ -75,7 +75,8 @@ def measure(
     condition = StackedCondition(weights, spectra=spectra)
     numbers = condition.rows(transferred(condition.measured()))
     rows = [{**identity(weight), **row} for weight, row in zip(weights, numbers, strict=True)]
-    activations, notes = [], []
+    activations = []
+    notes = []
     if batch is not None:
         from wellposed.measurement._activations import measure_activations
 
@@ -88,7 +89,8 @@ def measure(
 
 def identity(weight: RoleWeight) -> dict[str, Any]:
     """Return the columns of a row that name a weight, and its shape."""
-    name, entry = weight.view.parameter_name, weight.view.expert
+    name = weight.view.parameter_name
+    entry = weight.view.expert
     return {
         **{key: getattr(weight, key) for key in ("stack", "layer", "role", "kind", "path")},
         "parameter": name if entry is None else f"{name}[{entry}]",

@@ -199,7 +199,8 @@ def _schema_problem(record: Any) -> str | None:
     """Return why a record is no measurement; None if it is one."""
     if not isinstance(record, dict):
         return f"holds a {type(record).__name__}, not an object"
-    if (version := record.get("schema_version")) != SCHEMA_VERSION:
+    version = record.get("schema_version")
+    if version != SCHEMA_VERSION:
         return f"schema_version is {version!r}, this version reads {SCHEMA_VERSION}"
     rows = record.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

@@ -174,7 +174,8 @@ class Monitor:
             kinds = [(role, view.shape, view.parameter.dtype) for role, view in pairs]
             run = self._condition.measured if weights else list
             plan = counted_plan("Monitor", model, kinds, run, note)
-            if shared := self._condition.groups:
+            shared = self._condition.groups
+            if shared:
                 calls = Counter(plan.collectives) + Counter(all_reduce=shared)
                 plan = replace(plan, collectives=dict(calls))
             self.plan = plan.show()

@@ -85,7 +85,8 @@ class VitalSigns:
         rows = [{**vars(w), "parameter": w.view.label, "path": w.path} for w in weights]
         views = dict(zip(row_names(rows), (weight.view for weight in weights), strict=True))
         self._weights = {name: view for name, view in views.items() if has_local_part(view)}
-        if left := [name for name in views if name not in self._weights]:
+        left = [name for name in views if name not in self._weights]
+        if left:
             cut = "weights computed from shards, or cut along two dimensions of a mesh"
             logger.warning("no grad_norm and update of %s: %s", cut, ", ".join(left))
         parts = (*roles.attention, *roles.feedforward)
@@ -96,7 +97,9 @@ class VitalSigns:
         heads = {path: f"{a.stack}.{a.layer}{crosses[a.kind]}" for path, a in attention.items()}
         names = _distinct(heads)
         self._attention = {id(role): names[path] for path, role in attention.items()}
-        self._model, self._roles, self._optimizer = model, roles, optimizer
+        self._model = model
+        self._roles = roles
+        self._optimizer = optimizer
         self._handles: list[Any] = []
         self._warned: set[str] = set()
         self._begin()
@@ -154,7 +157,8 @@ class VitalSigns:
         for name, passes in rows["layers"].items():
             values = _of_layer(passes)
             numbers |= {f"vital/{name}/{key}": values[key] for key in values}
-        if new := sorted(self._unseen - self._warned):
+        new = sorted(self._unseen - self._warned)
+        if new:
             self._warned |= self._unseen
             logger.warning(
                 "passes whose attention logits were not seen, or whose tensors were changed in"
@@ -190,7 +194,8 @@ class VitalSigns:
         self, role: AttentionRole, calls: Sequence[tuple[hooks.AttentionCall, Tensor]]
     ) -> None:
         """Queue the calls whose logits can be read."""
-        name, readable = self._attention[id(role)], 0
+        name = self._attention[id(role)]
+        readable = 0
         for call, _ in calls:
             if isinstance(call, hooks.MultiheadCall) and call.readable and not _is_cut(call.module):
                 call = call.scaled()
@@ -285,10 +290,12 @@ class VitalSigns:
         lengths = whole_norms([*self._step.values()], [cuts[name] for _, name in self._step])
         self._step = dict(zip(self._step, lengths, strict=True))
         for name in ("found_inf", "grad_scale"):  # of a fused optimizer; a scaler changes them
-            if (value := getattr(optimizer, name, None)) is not None:
+            value = getattr(optimizer, name, None)
+            if value is not None:
                 self._step[name, ""] = value.squeeze()
         self._tables.append(("step", [*self._step], joined([*self._step.values()])))
-        self._before, self._step = [], {}
+        self._before = []
+        self._step = {}
         self._count_unread(_PASSES_A_STEP)
 
     def _mine(self, optimizer: Optimizer) -> dict[str, WeightView]:
@@ -384,7 +391,8 @@ def _of_head(calls: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the largest numbers of all calls, and their entropy as a share of its maximum."""
     *largest, entropies, most = zip(*calls, strict=True)
     numbers: dict[str, float] = dict(zip(HEAD_NUMBERS, map(_largest, largest), strict=True))
-    if (total := sum(most)) > 0:
+    total = sum(most)
+    if total > 0:
         numbers["entropy"] = sum(entropies) / total
     return {number: value for number, value in numbers.items() if value != -math.inf}
 

@@ -83,7 +83,8 @@ def _body(module: WellposedModel, context: RuleContext) -> LayerBound:
         places = torch.arange(module.config.max_position_embeddings, device=token.weight.device)
         largest = float(embeddings.position(places).double().norm(dim=-1).max())
     scale = float(embeddings.scale)
-    form, radius = "scale of the embeddings", scale * (context.radius + largest)
+    form = "scale of the embeddings"
+    radius = scale * (context.radius + largest)
     bound = LayerBound(scale, form, "exact", out_radius=radius, skip=scale)
     embedded = context.record(embeddings, "embeddings", bound)
     dropout = context.child(embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)

@@ -80,7 +80,8 @@ class CheckedConfig(PreTrainedConfig):
         unusable = _label_problems(kwargs.get("num_labels"), self.id2label)
         unknown = self._unknown_keys(kwargs)
         if unusable:
-            kwargs, self.id2label = {**kwargs, "num_labels": 2}, None
+            kwargs = {**kwargs, "num_labels": 2}
+            self.id2label = None
         super().__post_init__(**kwargs)
         self.check([*unknown, *unusable])
 
@@ -268,7 +269,8 @@ class WellposedConfig(CheckedConfig):
             except (ConfigError, NotLipschitzError) as error:
                 problems.append(f"cross_attention: {str(error).removeprefix('cross_attention: ')}")
         problems += unread
-        width, heads = self.hidden_size, self.num_attention_heads
+        width = self.hidden_size
+        heads = self.num_attention_heads
         if not (fits(width, Size) and fits(heads, Size)):
             return problems
         problems += parts.head_problems(width, heads)

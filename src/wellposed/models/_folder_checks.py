@@ -22,7 +22,8 @@ _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".py", ".bin"}
 _LARGEST = 1 << 24
 """Most bytes of a JSON file that is checked; vocabularies are larger, with their own parsers."""
 _AGAIN = "copy the folder again from an intact copy, or correct the file"
-_DEPTHS, _DEEP = ("layers", "n_layer"), 1000
+_DEPTHS = ("layers", "n_layer")
+_DEEP = 1000
 """Endings of names of a number of layers; up to this number, layers may share weights."""
 _KINDS: dict[str, tuple[str, Any]] = {
     "architectures": ("a list of class names", (list, str)),
@@ -80,7 +81,8 @@ def _named_files(name: str, values: Mapping[str, Any]) -> Iterator[Any]:
 
 def _check_inside(path: Path, folder: Path, name: str) -> None:
     """Refuse a name that is not a file beside ``path``, or is a pickle instead of safetensors."""
-    root, problem = folder.resolve(), ""
+    root = folder.resolve()
+    problem = ""
     if name != Path(name).name or "\0" in name:
         problem = "points outside the folder"
     elif path.name != "tokenizer_config.json" and name.endswith((".bin", ".pt", ".pth", ".ckpt")):
@@ -149,7 +151,8 @@ def _check_depth(path: Path, values: Mapping[str, Any]) -> None:
     """Refuse a model with more layers than its files have tensors, before it is built."""
     deep = {k: v for k, v in values.items() if k.endswith(_DEPTHS) and fits(v, int) and v > _DEEP}
     tensors = _count_tensors(path.parent) if deep else None
-    if beyond := [f"{k} = {v}" for k, v in deep.items() if tensors is not None and v > tensors]:
+    beyond = [f"{k} = {v}" for k, v in deep.items() if tensors is not None and v > tensors]
+    if beyond:
         raise CheckpointError(
             f"{path}: {', '.join(beyond)}, but the weights have {tensors} tensors; the file is"
             " damaged or of another model: copy the folder again from an intact copy"

@@ -44,7 +44,8 @@ class Head(nn.Module):
     def __init__(self, config: Any) -> None:
         config = self.usable_config(config)
         super().__init__(config)
-        self.loss_type, self.num_labels = self.loss_name, config.num_labels or 2
+        self.loss_type = self.loss_name
+        self.num_labels = config.num_labels or 2
         self.model = self.build_body(config)
         self.add_layers(config)
         self.post_init()  # pyright: ignore[reportCallIssue]
@@ -106,7 +107,8 @@ class TokenHead(Head):
         """
         output = self.run_body(**(body or inputs.of_body()))
         targets = shifted(inputs.labels, self.shift)
-        keep, count = inputs.logits_to_keep, inputs.num_items_in_batch
+        keep = inputs.logits_to_keep
+        count = inputs.num_items_in_batch
         positions = slice(-keep, None) if isinstance(keep, int) else keep  # 0 is all
         logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, positions])
         if targets is None:
@@ -336,7 +338,8 @@ def check_targets(targets: Tensor, logits: Tensor) -> None:
             f" or torch.int32, one for each token: {tuple(logits.shape[:2])}"
         )
     counted = targets.masked_fill(targets == IGNORED_LABEL, 0)
-    if (place := first_outside(counted, logits.shape[2])) is not None:
+    place = first_outside(counted, logits.shape[2])
+    if place is not None:
         raise ShapeError(
             f"labels: received {int(targets[place])}; expected those in"
             f" [0, {logits.shape[2]}), or {IGNORED_LABEL} for none"
@@ -421,7 +424,8 @@ class PairHead(nn.Module):
 
     def features(self, first: Tensor, second: Tensor) -> Tensor:
         """Map two batches of vectors (batch, width) to (batch, 4 width)."""
-        first, second = self.projection(first), self.projection(second)
+        first = self.projection(first)
+        second = self.projection(second)
         return torch.cat((first, second, first * second, first - second), dim=-1) / self.divisor
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:

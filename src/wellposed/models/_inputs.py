@@ -164,7 +164,8 @@ def read_inputs(
     Raises:
         ShapeError: not exactly one of tokens and vectors, or arguments that do not fit.
     """
-    input_ids, vectors = inputs.input_ids, inputs.inputs_embeds
+    input_ids = inputs.input_ids
+    vectors = inputs.inputs_embeds
     name, other = inputs.names
     received = input_ids if vectors is None else vectors
     if received is None or (input_ids is None) == (vectors is None):
@@ -200,7 +201,8 @@ def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids")
         raise ShapeError(f"{name}: received shape {(*input_ids.shape,)}; expected (batch, tokens)")
     if input_ids.dtype not in INTEGERS:
         raise ShapeError(f"{name}: received {input_ids.dtype}; expected torch.int64 or torch.int32")
-    if (place := first_outside(input_ids, vocab_size)) is not None:
+    place = first_outside(input_ids, vocab_size)
+    if place is not None:
         row, column = place
         raise ShapeError(
             f"{name}: received token {int(input_ids[place])} at row {row}, position {column};"
@@ -301,7 +303,8 @@ class CheckedPreTrainedModel(PreTrainedModel):
     def cache_of(self, inputs: ModelInputs) -> Any:
         """Return the cache of a call, made if the call asks for one; raise if none can be used."""
         refuse_attentions(inputs.output_attentions)
-        cache, expected = inputs.past_key_values, self.cache_class
+        cache = inputs.past_key_values
+        expected = self.cache_class
         if cache is None and not inputs.use_cache:
             return None
         off = "call it with use_cache=False"

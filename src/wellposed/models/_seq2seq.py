@@ -83,7 +83,8 @@ class WellposedDecoder(WellposedBody):
             encoder_attention_mask (Tensor): (batch, source tokens), 1 = real.
             token_embedding (Module): the table of tokens, if the decoder has none.
         """
-        cache, memory = self.cache_of(inputs), inputs.encoder_hidden_states
+        cache = self.cache_of(inputs)
+        memory = inputs.encoder_hidden_states
         mask = memory_mask(padding_of(inputs.encoder_attention_mask, *memory.shape[:2]), memory)
         return self.run(
             inputs,
@@ -242,7 +243,8 @@ class WellposedForSeq2SeqLM(LanguageHead, WellposedPreTrainedModel, GenerationMi
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in place of -100."""
-        start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
+        start = self.config.decoder_start_token_id
+        padding = self.config.pad_token_id
         start = self.config.bos_token_id if start is None else start
         if start is None:
             raise ConfigError(
@@ -267,7 +269,8 @@ class WellposedForSeq2SeqLM(LanguageHead, WellposedPreTrainedModel, GenerationMi
     ) -> nn.Embedding:
         """Change the number of tokens of source and target; arguments as in transformers."""
         source = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        embeddings, rows = self.model.decoder.embeddings, source.num_embeddings
+        embeddings = self.model.decoder.embeddings
+        rows = source.num_embeddings
         if embeddings.token is not None and embeddings.token.num_embeddings != rows:
             embeddings.token = self._get_resized_embeddings(
                 embeddings.token, rows, mean_resizing=mean_resizing

@@ -181,7 +181,8 @@ class WellposedBody(WellposedPreTrainedModel):
         """
         self_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         cached = 0 if self_cache is None else int(self_cache.get_seq_length())
-        limit, where = self.config.max_position_embeddings, type(self).__name__
+        limit = self.config.max_position_embeddings
+        where = type(self).__name__
         read = read_inputs(inputs, self.config, where, cached=cached, limit=limit)
         ids = inputs.input_ids
         # In a causal decoder, padding on the right needs no mask.
@@ -190,7 +191,8 @@ class WellposedBody(WellposedPreTrainedModel):
         sizes = read.length, read.num_keys
         mask = make_mask(read.padding, self.is_causal, *sizes, read.positions.device)
         x = self.embeddings(ids, read.positions, inputs.inputs_embeds, table=table)
-        states, keep = [x], self.keeps_states(inputs)
+        states = [x]
+        keep = self.keeps_states(inputs)
         for index, layer in enumerate(self.layers):
             x = run_block(
                 cast(Block, layer),

@@ -24,7 +24,8 @@ _ENCODE = (
 )
 _AT_ONCE = 8192
 """Most windows per call of the classifier."""
-_HIDDEN, _DROPPED = 256, 0.1
+_HIDDEN = 256
+_DROPPED = 0.1
 """Hidden units, and dropout in training, of the layers on a frozen classifier."""
 
 
@@ -203,7 +204,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         like: Any = self.head[1].weight
         keys = [row.tobytes() for row in windows.cpu().numpy()]
         known = self._remembered.of(self.model, like)
-        if new := [place for place, key in enumerate(keys) if key not in known]:
+        new = [place for place, key in enumerate(keys) if key not in known]
+        if new:
             with torch.no_grad():
                 fresh = windows[new]
                 real = fresh != self.config.pad_token_id
@@ -225,7 +227,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         # In evaluation, windows of one length form a batch: without padding, a vote depends on
         # nothing but its own window.
         sizes = lengths.amax().expand_as(lengths) if self.model.training else lengths
-        parts, by_size = [], sizes.argsort(stable=True)
+        parts = []
+        by_size = sizes.argsort(stable=True)
         for same in by_size.split(sizes.unique(return_counts=True)[1].tolist()):
             for some in same.split(_AT_ONCE):
                 places = torch.arange(int(sizes[some[0]]), device=ids.device)

@@ -244,7 +244,8 @@ class Block(nn.Module):
         def branch(hidden: Tensor) -> Tensor:
             return self.dropout(getattr(self, name)(hidden, *inputs, **reading))
 
-        norm, residual = getattr(self, f"{name}_norm"), getattr(self, f"{name}_residual")
+        norm = getattr(self, f"{name}_norm")
+        residual = getattr(self, f"{name}_residual")
         writes = writes_to(x)
         joined = norm.around(x, branch, residual)
         check_unwritten(self, name, x, writes)

@@ -82,7 +82,8 @@ class MLP(_TwoLayers):
 
 @FEEDFORWARDS.register("mlp")
 def _build_mlp(config: Any) -> MLP:
-    width, activation = config.hidden_size, MLPOptions.of(config).activation
+    width = config.hidden_size
+    activation = MLPOptions.of(config).activation
     return MLP(width, config.intermediate_size, activation=activation)
 
 

@@ -58,7 +58,8 @@ def _block(module: Block, context: RuleContext) -> LayerBound:
 
 def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
     """Bound ``x -> P(x, f)``: the branch with its norm and dropout, inside the residual."""
-    norm, residual = getattr(module, f"{name}_norm"), getattr(module, f"{name}_residual")
+    norm = getattr(module, f"{name}_norm")
+    residual = getattr(module, f"{name}_residual")
     coefficients = residual_coefficients(residual, context)
     if coefficients is None:
         return context.refuse(
@@ -135,7 +136,8 @@ def _invertible_residual(module: InvertibleResidual, context: RuleContext) -> La
         in_place = (
             f"{path} ({type(part).__name__})" for path, part in parts if changes_input(part)
         )
-        if (changed := next(in_place, None)) is not None:
+        changed = next(in_place, None)
+        if changed is not None:
             return context.refuse(overwritten(changed))
     # The claim covers the module without later hooks and adapters, and supplies a missing proof
     # alone: other reasons say that the map is not the claimed one.
@@ -173,9 +175,11 @@ def of_one_vector(route: Callable[[RuleContext], LayerBound], context: RuleConte
     by_token = route(other)
     if by_token.lipschitz < bound.lipschitz:
         # Rows that are still open (None) belong to enclosing modules and stay.
-        mine, theirs = context.builder, other.builder
+        mine = context.builder
+        theirs = other.builder
         mine.visits[len(mine.visits) - mine.visits[::-1].index(None) :] = theirs.visits
-        mine.head, mine.skip = theirs.head, theirs.skip
+        mine.head = theirs.head
+        mine.skip = theirs.skip
         mine.notes.append("layer bounds are in norm tok")
         return replace(by_token, form="norm 2 by the tok route")
     return bound

@@ -135,7 +135,8 @@ def cosine_attention_bound(
     scale = torch.as_tensor(value_scale, dtype=torch.float64).detach().abs() / math.sqrt(eps)
     mass = row_mass(seq_len, mask, float(tau.max())) if norm == 2 else 1.0
     key_mass = min(mass, math.sqrt(seq_len / 2)) if norm == 2 else 1.0
-    by_query, by_key = scale * tau * norms(query), key_mass * scale * tau * norms(key)
+    by_query = scale * tau * norms(query)
+    by_key = key_mass * scale * tau * norms(key)
     per_head = by_query + by_key + mass * scale * norms(value)
     if output_norm is None:
         output_norm = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")

@@ -197,7 +197,8 @@ def dot_product_ball_bound(
     root = math.sqrt(weights.head_dim)
     # Largest query and key of each head; the bias of keys drops out unless they are rotated.
     key_bias = weights.key_bias.norm(dim=-1) if rotary else 0.0
-    query_norms, key_norms = norms(weights.query), norms(weights.key)
+    query_norms = norms(weights.query)
+    key_norms = norms(weights.key)
     query_size = query_norms * radius + weights.query_bias.norm(dim=-1)
     key_size = key_norms * radius + key_bias
     if rotary:
@@ -275,7 +276,8 @@ def qk_norm_ball_bound(
     size_q, size_k = (norm.gain * root + norm.shift for norm in (query_norm, key_norm))
     slope_q = norms(weights.query) * query_norm.gain / math.sqrt(query_norm.eps)
     slope_k = norms(weights.key) * key_norm.gain / math.sqrt(key_norm.eps)
-    query, key = radius / root * size_k * slope_q, radius / root * size_q * slope_k
+    query = radius / root * size_k * slope_q
+    key = radius / root * size_q * slope_k
     if norm == "tok":
         return join_heads(1 + query + key, weights, "qk norm, ball R, tok (B5, B6)")
     mass = row_mass(seq_len, mask, size_q * size_k / root)

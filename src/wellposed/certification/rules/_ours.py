@@ -144,15 +144,18 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
         return context.refuse(reason)
     for part in module.modules():
         context.reads(part, *_PARTS)
-    spread, sigma = _spectrum_spread(module), _largest_sigma(module)
+    spread = _spectrum_spread(module)
+    sigma = _largest_sigma(module)
     tokens = math.sqrt(context.seq_len) if context.norm == "tok" else 1.0
     growth = frobenius = value = 1.0
     for index, block in enumerate(module.layers):
         layer = cast(TransJectBlock, block)
         attention, feedforward = _slopes(layer, context.spectral_norm)
-        step, moved = attention * sigma, attention * spread * growth
+        step = attention * sigma
+        moved = attention * spread * growth
         gates = step * _gate_norm(layer.attention) * (2 * (1 + step) * frobenius + moved)
-        before, fed = value, 1 + feedforward
+        before = value
+        fed = 1 + feedforward
         value = (value * (1 + step) + tokens * (moved + gates)) * fed
         frobenius = (frobenius * (1 + step) + moved + gates) * fed
         growth *= (1 + step) * fed

@@ -14,7 +14,11 @@ from wellposed.linalg import TokenNorm
 from wellposed.nn import unit_gelu
 
 # Largest slopes above 1 (exact GELU: at sqrt 2; others at the zero of g''), rounded up.
-GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
+GELU = 1.128905
+GELU_TANH = 1.128994
+SILU = 1.099840
+MISH = 1.088499
+HARDSWISH = 1.5
 SELU = 1.7580993408473768
 
 _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
@@ -76,7 +80,8 @@ def layer_norm_bound(
 
 @register_rule(nn.Linear, sums=True)
 def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
-    weight, bias = module.weight, module.bias
+    weight = module.weight
+    bias = module.bias
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
     # Without a ball the radius is not needed; in norm inf it would cost a factorisation.
     spread = context.spectral_norm(weight) if math.isfinite(context.radius) else math.inf
@@ -167,9 +172,11 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
         return context.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
     # Without eps, torch's RMSNorm uses the rounding unit of the input's dtype, float32's for half.
     unit = torch.finfo(torch.promote_types(context.dtype, torch.float32)).eps
-    eps, width = unit if module.eps is None else float(module.eps), module.normalized_shape[0]
+    eps = unit if module.eps is None else float(module.eps)
+    width = module.normalized_shape[0]
     centred = isinstance(module, nn.LayerNorm)
-    weight, bias = module.weight, module.bias if centred else None
+    weight = module.weight
+    bias = module.bias if centred else None
     if not eps >= 0:
         return context.refuse(
             f"eps={eps:g} is negative or NaN, so the norm has a pole; build it with eps > 0"

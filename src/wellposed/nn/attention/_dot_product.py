@@ -141,7 +141,9 @@ class InverseDAttention(SelfAttention):
 
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         first = key.shape[-2] - query.shape[-2]
-        query, key, value = rotate_by_position(query, first), rotate_by_position(key), value / 3
+        query = rotate_by_position(query, first)
+        key = rotate_by_position(key)
+        value = value / 3
         scale = 1 / self.head_dim
         return attend(query, key, value, **mask.flags, scale=scale)
 

@@ -56,7 +56,9 @@ class HeadProjections(CheckedModule, ABC):
     ) -> None:
         super().__init__()
         self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
-        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
         memory_dim = embed_dim if self.memory_dim is None else self.memory_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
@@ -70,7 +72,8 @@ class HeadProjections(CheckedModule, ABC):
         return split_heads(self.q_proj(x), self.num_heads)
 
     def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = self.k_proj(memory), self.v_proj(memory)
+        key = self.k_proj(memory)
+        value = self.v_proj(memory)
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     @abstractmethod
@@ -99,7 +102,8 @@ class SelfAttention(HeadProjections):
         check_tokens(self, x, self.embed_dim, batched=True)
         masks.check_batch(key_padding_mask, x)
         x = self._tokens(x)
-        query, (key, value) = self._query(x), self._key_value(x)
+        query = self._query(x)
+        key, value = self._key_value(x)
         if cache is not None:
             key, value = cache.update(key, value)
         mask = masks.attention_mask(

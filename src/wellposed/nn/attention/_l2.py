@@ -106,11 +106,16 @@ class L2SelfAttention(CheckedModule):
     ) -> None:
         super().__init__()
         self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
-        self.embed_dim, self.num_heads, self.tied = embed_dim, num_heads, tied
-        self.contractive, self.max_tokens = contractive, max_tokens
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.tied = tied
+        self.contractive = contractive
+        self.max_tokens = max_tokens
         self.norm: Norm = norm
         self.bound: l2_bound.DivisionBound = bound
-        self.query_width, self.dropout, self.init_scale = query_width, dropout, init_scale
+        self.query_width = query_width
+        self.dropout = dropout
+        self.init_scale = init_scale
         self._check_combination()
         columns = query_width * embed_dim
         self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
@@ -219,7 +224,8 @@ class L2SelfAttention(CheckedModule):
                     " of earlier tokens would change with every new one; build the layer with"
                     " max_tokens, the longest sequence"
                 )
-            shares, (key, value) = value is key, cache.update(key, value)
+            shares = value is key
+            key, value = cache.update(key, value)
             value = key if shares else value
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
         if self.contractive is not None:
@@ -348,7 +354,8 @@ class L2SelfAttention(CheckedModule):
         ...     y = layer(layer(torch.randn(1, 4, 8)))
         """
         outer = self._frozen_scales, self._frozen_layers
-        self._frozen_scales, self._frozen_layers = {}, layers
+        self._frozen_scales = {}
+        self._frozen_layers = layers
         try:
             yield
         finally:
@@ -359,7 +366,8 @@ class L2SelfAttention(CheckedModule):
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         keywords: dict[str, Any] = {"dropout_p": dropout, "scale": 1 / math.sqrt(self.head_dim)}
-        queries, keys = query.shape[-2], key.shape[-2]
+        queries = query.shape[-2]
+        keys = key.shape[-2]
         if not isinstance(padding, Tensor) or (is_causal and 1 < queries < keys):
             mask = masks.attention_mask(padding, is_causal, queries, keys, query.device)
             return l2_attention(query, key, value, **mask.flags, **keywords)
@@ -400,7 +408,8 @@ class L2SelfAttention(CheckedModule):
         Not part of a compiled graph, whose kernels would choose the precision of products
         themselves.
         """
-        mask, diagonal = masks.known_pattern(padding, causal), None
+        mask = masks.known_pattern(padding, causal)
+        diagonal = None
         if isinstance(padding, masks.AttentionMask) and padding.mask is not None:
             diagonal = padding.mask.diagonal(keys - queries, -2, -1)
         counts: Tensor | int = keys

@@ -149,14 +149,17 @@ class UnitWeights:
 
         ``factor`` (H, 1, 1) is that of the division, ``bias`` (H w,) that of `q_proj`.
         """
-        dtype, factor = self.mixing.dtype, factor.flatten()
-        info, heard = torch.finfo(dtype), factor > 0
+        dtype = self.mixing.dtype
+        factor = factor.flatten()
+        info = torch.finfo(dtype)
+        heard = factor > 0
         unit = self.read.flatten()
         read = self.projection.double().square().sum((-2, -1)).sqrt() * unit.double()
         biases = self.read.new_zeros(len(read), 1) if bias is None else bias
         shift = biases.double().view(len(read), -1).norm(dim=-1)
         strength = factor.double() * self.output.double().abs().amax((-2, -1))
-        strongest, strictest = float(factor[strength.argmax()]), float(factor.max())
+        strongest = float(factor[strength.argmax()])
+        strictest = float(factor.max())
         largest = math.sqrt(info.max) / _LARGEST_TOKEN
         largest = _LARGEST_FLOAT16_KEY if dtype is torch.float16 else largest
         smallest = info.smallest_normal
@@ -196,7 +199,8 @@ def divisor(
         return sharp
     parts = [_unit(weight) for weight in weights]
     (query, query_unit), (output, output_unit), (value, value_unit) = parts
-    heads, in_norm = len(layer.projection), "inf" if norm == "inf" else 2
+    heads = len(layer.projection)
+    in_norm = "inf" if norm == "inf" else 2
     reads, values = (part.unflatten(0, (heads, -1)).mT for part in (query, value))
     keywords: dict[str, Any] = {"seq_len": num_tokens, "norm": in_norm, "method": "gram"}
     paper = kim2021_bound(reads, values, output.mT, **keywords)

@@ -233,7 +233,8 @@ class InvertibleResidual(CheckedModule):
                 jacobian = (multiply(vectors).to(widest(x)) + vectors).flatten(2).transpose(0, 1)
                 value = torch.linalg.slogdet(jacobian).logabsdet
                 return LogDeterminant(value, 0.0, torch.zeros_like(value))
-            rows, sums = vectors, x.new_zeros(len(vectors), len(x), dtype=widest(x))
+            rows = vectors
+            sums = x.new_zeros(len(vectors), len(x), dtype=widest(x))
             for k in range(1, terms + 1):
                 rows = multiply(rows)
                 sums = sums - (-1) ** k / k * (rows * vectors).flatten(2).sum(-1, dtype=sums.dtype)
@@ -266,7 +267,8 @@ def _vectors(x: Tensor, probes: int | None, seed: int) -> Tensor:
         return (2 * signs - 1).to(x)
     size = math.prod(x.shape[1:])
     # In float64, with two copies.
-    if (gib := 24 * len(x) * size**2 / 2**30) > 2:
+    gib = 24 * len(x) * size**2 / 2**30
+    if gib > 2:
         raise ConfigError(
             f"log_abs_det: Jacobians of {len(x)} examples of {size} coordinates need {gib:.3g} GiB,"
             " expected at most 2; use method='series' with probes=, or smaller batches"
@@ -475,7 +477,8 @@ class ReversibleSequential(CheckedModule):
         refuse_randomness(self, "log_abs_det")
         refuse_statistics(self, "log_abs_det")
         passed = {n: o for n, o in options.items() if n not in ("method", "terms", "probes")}
-        parts, generator = list[LogDeterminant](), torch.Generator().manual_seed(seed)
+        parts = list[LogDeterminant]()
+        generator = torch.Generator().manual_seed(seed)
         with unchanged(self), torch.autocast(x.device.type, enabled=False):
             for block in self.blocks:
                 drawn = int(torch.randint(2**32, (), generator=generator, device="cpu"))
@@ -533,7 +536,9 @@ class _Rebuild(torch.autograd.Function):
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.stack, ctx.options, ctx.parameters = stack, options, weights
+        ctx.stack = stack
+        ctx.options = options
+        ctx.parameters = weights
         y, ctx.reruns = stack.run_once(x, options) if records else (stack.run(x, options), [])
         if y.shape != x.shape:
             raise ShapeError(
@@ -552,7 +557,8 @@ class _Rebuild(torch.autograd.Function):
         if torch.is_grad_enabled():
             run = partial(_run_again, stack, options=ctx.options, reruns=reruns)
             return None, None, None, *with_graph(run, [x], grads[0], *ctx.parameters)
-        grad, totals = grads[0], dict[int, Tensor]()
+        grad = grads[0]
+        totals = dict[int, Tensor]()
         with torch.autocast(x.device.type, enabled=False):
             for block, rerun in zip(reversed(stack.blocks), reversed(reruns), strict=True):
                 parameters = [weight for weight in block.parameters() if weight.requires_grad]
@@ -569,7 +575,8 @@ class _Rebuild(torch.autograd.Function):
                         # A weight that several blocks share occurs several times.
                         known = totals.get(id(parameter))
                         totals[id(parameter)] = gradient if known is None else known + gradient
-        error, size = sample_norms(y.detach() - x, 2), sample_norms(x, 2)
+        error = sample_norms(y.detach() - x, 2)
+        size = sample_norms(x, 2)
         sizes = size.clamp_min(torch.finfo(x.dtype).tiny)
         worst = float((error / sizes).max()) if x.numel() else 0.0
         if not worst <= stack.drift:

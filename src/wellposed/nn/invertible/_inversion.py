@@ -88,7 +88,8 @@ def solve(
     max_iter: int,
 ) -> tuple[Tensor, Inversion]:
     """Solve `x + f(x) = y` as `InvertibleResidual.inverse`, without the error bound."""
-    where, c = "InvertibleResidual.inverse", contraction
+    where = "InvertibleResidual.inverse"
+    c = contraction
     bad = ~y.isfinite()
     if bool(bad.any()):
         raise ConvergenceError(
@@ -99,13 +100,17 @@ def solve(
     if tol is not None:
         enough = stalled = tol * (1 - c)
     else:
-        unit, width = torch.finfo(computed_in(y)).eps, y.shape[-1] if y.dim() else 1
+        unit = torch.finfo(computed_in(y)).eps
+        width = y.shape[-1] if y.dim() else 1
         first, slope = _UNITS_STALLED
         # Products of fewer digits only raise the floor: f may have no product.
         fine = unit if torch.is_autocast_enabled(y.device.type) else torch.finfo(y.dtype).eps
-        enough, stalled = _UNITS_ENOUGH * fine, (first + slope * math.sqrt(width)) * unit
+        enough = _UNITS_ENOUGH * fine
+        stalled = (first + slope * math.sqrt(width)) * unit
     mixer = _Anderson(y, c)
-    x, scale, residual = y, sample_norms(y, norm), math.inf
+    x = y
+    scale = sample_norms(y, norm)
+    residual = math.inf
     best = torch.full_like(scale, math.inf)
     for iteration in range(1, max_iter + 1):
         image = y - f(x)
@@ -159,7 +164,8 @@ class _Anderson:
 
     def next(self, image: Tensor, difference: Tensor, sizes: Tensor) -> Tensor:
         """Return the next iterate from `image = y - f(x)`, `difference = image - x`, its norms."""
-        flat_image, flat = image.reshape(self.batch, -1), difference.reshape(self.batch, -1)
+        flat_image = image.reshape(self.batch, -1)
+        flat = difference.reshape(self.batch, -1)
         if self.last is None:
             self.last = (flat_image, flat, sizes)
             return image
@@ -288,7 +294,8 @@ def with_error_bound(
     """
     image, measured_in, logits = evaluated(f, x, options, report.norm)
     wide = widest(x)
-    solution, image = x.to(wide), image.to(wide)
+    solution = x.to(wide)
+    image = image.to(wide)
     gap = y.to(wide) - solution
     # Without a dimension of tokens, nothing is subtracted.
     spread = solution - solution.mean(-2, keepdim=True) if x.dim() > 2 else solution
@@ -296,12 +303,14 @@ def with_error_bound(
         sample_norms(part, report.norm) for part in (solution, gap, image, gap - image, spread)
     )
     width = x.shape[-1] if x.dim() else 1
-    c, allowed = report.contraction, (math.sqrt(width) + 8) * torch.finfo(measured_in).eps
+    c = report.contraction
+    allowed = (math.sqrt(width) + 8) * torch.finfo(measured_in).eps
     rounding = torch.finfo(wide).eps * (moved + residual) + logits.amplification * c * apart
     rounding = rounding + allowed * (c * size + branch)
     # The margin covers the rounding of the norms.
     error = math.inf if logits.refusal else (1 + 1e-9) * _largest(residual + rounding)
-    bound, reason = error_in_x(error, c, f, y), logits.refusal
+    bound = error_in_x(error, c, f, y)
+    reason = logits.refusal
     if bound == math.inf and error < math.inf:
         reason = f"the slope {c} is 1 to rounding"
     worst = _largest(residual)

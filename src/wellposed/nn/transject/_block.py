@@ -181,7 +181,9 @@ class _Half(nn.Module):
         self.register_buffer("gates", gates, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        block, sigma, gates = self.block, self.sigma, self.gates
+        block = self.block
+        sigma = self.sigma
+        gates = self.gates
         scale = block.residual.scale()
         if sigma is None or gates is None:
             branch = block.feedforward(x)

@@ -326,8 +326,10 @@ class ExpertMixture(ResetByParts):
         layer_index: Count = 0,
     ) -> None:
         super().__init__()
-        self.embed_dim, self.num_experts = embed_dim, num_experts
-        self.eps, self.layer_index = eps, layer_index
+        self.embed_dim = embed_dim
+        self.num_experts = num_experts
+        self.eps = eps
+        self.layer_index = layer_index
         self.gating: Gating = gating
         self.experts = nn.ModuleList(GramAttention(embed_dim) for _ in range(num_experts))
         if num_experts > 1:

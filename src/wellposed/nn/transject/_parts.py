@@ -114,7 +114,8 @@ class OrthogonalFeedForward(ResetByParts):
 
     def __init__(self, embed_dim: Size, *, dropout: Rate = 0.0, bias: bool = False) -> None:
         super().__init__()
-        self.embed_dim, self.dropout = embed_dim, dropout
+        self.embed_dim = embed_dim
+        self.dropout = dropout
         self.up_proj = OrthogonalLinear(embed_dim, bias=bias)
         self.down_proj = OrthogonalLinear(embed_dim, bias=bias)
 
