@@ -42,7 +42,7 @@ def install_line(package: str, extra: str = "") -> str:
     option = "-e " if source.editable else ""
     parts = ["wellposed-lab", package] if package == "wellposed-studies" else [package]
     places = [_place(clone, part) + (wanted if part == package else "") for part in parts]
-    line = f"pip install {' '.join(option + shlex.quote(place) for place in places)}"
+    line = f"pip install {' '.join(option + shlex.quote(path) for path in places)}"
     return line if clone else f"{line} (in a clone of wellposed)"
 
 

@@ -128,7 +128,8 @@ def ranks_of(tensors: Iterable[Tensor]) -> int:
     sharded = (shard for shard in tensors if is_sharded(shard))
     axes = ((shard.device_mesh, *pair) for shard in sharded for pair in enumerate(shard.placements))
     return max(
-        (mesh.size(axis) for mesh, axis, place in axes if not place.is_replicate()), default=1
+        (mesh.size(axis) for mesh, axis, placement in axes if not placement.is_replicate()),
+        default=1,
     )
 
 

@@ -180,8 +180,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, value
     elif isinstance(value, Mapping | list | tuple):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for place, item in pairs:
-            yield from _tensors(f"{name}[{place!r}]", item)
+        for argument, item in pairs:
+            yield from _tensors(f"{name}[{argument!r}]", item)
 
 
 def _described(value: Any) -> str:

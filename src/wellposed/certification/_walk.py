@@ -124,17 +124,17 @@ class CertificateBuilder:
         is refused if its call, or a part that its rule read, differs from its class."""
         module = without_compiler(module)
         kind = class_called(module).__name__
-        place = len(self.visits)
+        index = len(self.visits)
         self.visits.append(None)
         asked = (context.norm, context.seq_len, context.min_tokens, context.given_mask)
         key = (id(module), (*asked, context.radius))
         known = self.memory.get(key)
-        bound = self._answer(module, context, place) if known is None else known[1]
+        bound = self._answer(module, context, index) if known is None else known[1]
         if changes_input(module) and not bound.overwrites:
             bound = replace(bound, fresh=False, overwrites=f"{context.path or 'it'} ({kind})")
         if bound.overwrites:
             self.overwriting.add(bound.overwrites)
-        inner = [visit.row for visit in self.visits[place + 1 :] if visit is not None]
+        inner = [visit.row for visit in self.visits[index + 1 :] if visit is not None]
         if not inner and bound.label != "uncertified":
             # Without rows of parts the bound can be reused when the module is reached again.
             self.memory[key] = module, bound
@@ -143,10 +143,10 @@ class CertificateBuilder:
         # A reason of its own, such as a claim that does not apply, is kept.
         if bound.label == "uncertified" and bound.reason in {part.reason for part in without}:
             row = replace(row, reason=f"{SEE}{without[0].path}")
-        self.visits[place] = Visit(row, module, context.norm, bound.overwrites)
+        self.visits[index] = Visit(row, module, context.norm, bound.overwrites)
         return bound
 
-    def _answer(self, module: nn.Module, context: RuleContext, place: int) -> LayerBound:
+    def _answer(self, module: nn.Module, context: RuleContext, index: int) -> LayerBound:
         kind = class_called(module)
         rule = _RULES.get(kind)
         if rule is None:
@@ -168,11 +168,11 @@ class CertificateBuilder:
         except Exception as error:
             if is_about_resources(error):
                 raise
-            differs = self._why_failed(error, module, context, place)
+            differs = self._why_failed(error, module, context, index)
             if differs is None:
                 raise
             return context.refuse(differs)
-        differs = None if bound.label == "uncertified" else self._differing_part(module, place)
+        differs = None if bound.label == "uncertified" else self._differing_part(module, index)
         loose = self.overwriting - composed_before - {bound.overwrites}
         if loose:
             # The rule bounds this part by itself, and may use the part's input again.
@@ -180,7 +180,7 @@ class CertificateBuilder:
         return bound if differs is None else context.refuse(differs)
 
     def _why_failed(
-        self, error: Exception, module: nn.Module, context: RuleContext, place: int
+        self, error: Exception, module: nn.Module, context: RuleContext, index: int
     ) -> str | None:
         """Return the part for which a rule failed: without values, or of another class; or None."""
         kind = class_called(module)
@@ -195,11 +195,11 @@ class CertificateBuilder:
                 f"a part lacks what the rule of {kind.__name__} reads: {error}; put the"
                 " class's own part back"
             )
-        return differs or self._differing_part(module, place)
+        return differs or self._differing_part(module, index)
 
-    def _differing_part(self, module: nn.Module, place: int) -> str | None:
+    def _differing_part(self, module: nn.Module, index: int) -> str | None:
         """Return how a part that the rule read by itself differs from its class, or None."""
-        reached = {id(visit.module) for visit in self.visits[place:] if visit is not None}
+        reached = {id(visit.module) for visit in self.visits[index:] if visit is not None}
         return next(differing_parts(module, reached, self.vouched), None)
 
 

@@ -45,7 +45,7 @@ def batched_gram_penalties(
     """
     results = []
     for places in _alike(batches):
-        some = [batches[place] for place in places]
+        some = [batches[index] for index in places]
         plan = _Plan.of(some[0], gram_dtype)
         values = squared_distances(plan, some)
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
@@ -56,12 +56,12 @@ def batched_gram_penalties(
 def _alike(batches: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the indices of tensors that are computed together."""
 
-    def kind(place: int) -> tuple[Any, ...]:
-        some = batches[place]
+    def kind(index: int) -> tuple[Any, ...]:
+        some = batches[index]
         return some.requires_grad, some.shape[1:], some.dtype, some.device
 
-    def size(place: int) -> int:
-        count, rows, columns = batches[place].shape
+    def size(index: int) -> int:
+        count, rows, columns = batches[index].shape
         return _ENTRIES // (count * min(rows, columns) ** 2)
 
     yield from in_stacks(range(len(batches)), kind, size)

@@ -50,8 +50,8 @@ def softmax_sensitivity(probabilities: Tensor) -> Tensor:
     [0.5, 0.0]
     """
     rows = _rows(probabilities)
-    first, place = rows.max(-1, keepdim=True)
-    others = rows.scatter(-1, place, 0.0)  # 1 - p1 as a difference would lose the bound near 1
+    first, index = rows.max(-1, keepdim=True)
+    others = rows.scatter(-1, index, 0.0)  # 1 - p1 as a difference would lose the bound near 1
     return first[..., 0] * (others.sum(-1) + others.amax(-1))
 
 

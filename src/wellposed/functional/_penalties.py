@@ -275,14 +275,14 @@ def _batches(
 ) -> Iterator[tuple[list[int], _Plan, Sequence[Tensor]]]:
     """Yield the indices of stacks that are computed together, their plan, and their weights."""
 
-    def kind(place: int) -> tuple[Any, ...]:
-        stack = stacks[place]
+    def kind(index: int) -> tuple[Any, ...]:
+        stack = stacks[index]
         shards = [(getattr(w, "device_mesh", None), getattr(w, "placements", None)) for w in stack]
         shapes = [(weight.shape, weight.dtype, weight.device) for weight in stack]
         return any(weight.requires_grad for weight in stack), *shapes, *shards
 
-    def size(place: int) -> int:
-        first = stacks[place]
+    def size(index: int) -> int:
+        first = stacks[index]
         rows = sum(map(len, first))
         columns = first[0].shape[1]
         cut = cut_of(first[0], once=False)
@@ -291,7 +291,7 @@ def _batches(
         return most // (rows * columns // ranks + min(rows, columns) ** 2)
 
     for some in in_stacks(range(len(stacks)), kind, size):
-        weights = [weight for place in some for weight in stacks[place]]
+        weights = [weight for index in some for weight in stacks[index]]
         yield some, *_Plan.of(len(some), weights, dtype)
 
 
@@ -311,7 +311,7 @@ def _local_blocks(
     if first is None or not is_alike or (any(turned) and len(first.groups) > 1):
         # Autograd turns the gather into a scatter of the gradient.
         return [gathered(weight) for weight in weights], (), by_columns
-    alike = [weights[place::members] for place in range(members)]
+    alike = [weights[index::members] for index in range(members)]
     blocks = [
         _cut_the_other_way(some) if is_turned else [weight.to_local() for weight in some]  # type: ignore[attr-defined]
         for some, is_turned in zip(alike, turned, strict=True)

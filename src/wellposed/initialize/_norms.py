@@ -124,11 +124,11 @@ def _note_removed(model: nn.Module, paths: Sequence[str], undo: Undo) -> None:
             undo.set(module, "use_nested_tensor", False)  # its fused path reads weights of norm1
         config: Any = getattr(module, "config", None)
         prefix = f"{path}." if path else ""
-        inside = [place.removeprefix(prefix) for place in paths if place.startswith(prefix)]
+        inside = [name.removeprefix(prefix) for name in paths if name.startswith(prefix)]
         if not inside or not hasattr(config, "model_type"):
             continue
         if config.model_type == "wellposed":
-            per_head = [place for place in inside if place.endswith(("q_norm", "k_norm"))]
+            per_head = [name for name in inside if name.endswith(("q_norm", "k_norm"))]
             undo.set(config, "norm", "none" if len(inside) > len(per_head) else config.norm)
             undo.set(config, "qk_norm", False if per_head else config.qk_norm)
         elif id(config) not in noted:

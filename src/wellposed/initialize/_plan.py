@@ -296,7 +296,7 @@ def _embedding_steps(
     for key, (role, view) in tables.items():
         step = Step(role, None, None, view, "kept")
         if factors is not None and view.parameter.requires_grad:
-            inner = all("decoder" in place for place in places[key])
+            inner = all("decoder" in name for name in places[key])
             factor = factors["decoder" if inner and "decoder" in factors else "encoder"]
             padding = getattr(view.owner, "padding_idx", None)
             step = replace(step, draw="embedding", factor=factor, padding_index=padding)

@@ -17,7 +17,7 @@ from wellposed.measurement._stacks import transferred
 from wellposed.roles import AttentionRole, Roles, distinct_paths, shared_segments
 
 
-class _Place(NamedTuple):
+class _Point(NamedTuple):
     """A module whose output is measured; ``path`` is unique even if it holds several attentions."""
 
     stack: str
@@ -34,7 +34,7 @@ def measure_activations(
     real = {
         stack: hooks.real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")
     }
-    places = _places(roles)
+    points = _points(roles)
     names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
     sums: list[tuple[str, Tensor]] = []
 
@@ -43,24 +43,24 @@ def measure_activations(
             numbers = _of_heads(call.weights(), real[role.stack])
             sums.append((f"{names[id(role)]} heads", numbers))
 
-    def returned(place: _Place, module: nn.Module, _: Any, output: Any) -> None:
+    def returned(point: _Point, module: nn.Module, _: Any, output: Any) -> None:
         tokens = hooks.first_tensor(output)
         if tokens is not None:
             parts = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
             turned = not all(part.batch_first for part in parts)
-            sums.append((place.path, _of_tokens(tokens, real[place.stack], turned=turned)))
+            sums.append((point.path, _of_tokens(tokens, real[point.stack], turned=turned)))
 
     with undoing() as undo:
         undo.hook(hooks.AttentionWatcher, model, roles.attention, attended)
-        for place in places:
-            hook = hooks.ObservingHook(returned, place)
-            undo.hook(model.get_submodule(place.module).register_forward_hook, hook)
+        for point in points:
+            hook = hooks.ObservingHook(returned, point)
+            undo.hook(model.get_submodule(point.module).register_forward_hook, hook)
         with hooks.quiet_run(model):
             hooks.call_model(model, batch)
     passes: dict[str, list[Tensor]] = defaultdict(list)
     for (name, _), numbers in zip(sums, transferred([tensor for _, tensor in sums]), strict=True):
         passes[name].append(numbers)
-    rows = [_row(place, passes[place.path], passes[f"{place.path} heads"]) for place in places]
+    rows = [_row(point, passes[point.path], passes[f"{point.path} heads"]) for point in points]
     masked = sum(int(t[-1].amax()) for name in passes for t in passes[name] if t.ndim > 1)
     return rows, _notes(rows, masked)
 
@@ -90,8 +90,8 @@ def _of_heads(probabilities: Tensor, real: Tensor | None) -> Tensor:
     )
 
 
-def _row(place: _Place, tokens: Sequence[Tensor], heads: Sequence[Tensor]) -> dict[str, Any]:
-    row: dict[str, Any] = place._asdict()
+def _row(point: _Point, tokens: Sequence[Tensor], heads: Sequence[Tensor]) -> dict[str, Any]:
+    row: dict[str, Any] = point._asdict()
     del row["module"]
     count, total, largest = torch.stack([*tokens, torch.zeros(3)]).double().unbind(-1)
     is_seen = bool(count.sum() > 0)
@@ -122,27 +122,27 @@ def _notes(rows: Sequence[Mapping[str, Any]], masked: int) -> list[str]:
     return notes
 
 
-def _places(roles: Roles) -> list[_Place]:
+def _points(roles: Roles) -> list[_Point]:
     """Return each layer, attention and feed-forward module once; a layer is their common path."""
-    attention: dict[str, _Place] = {}
+    attention: dict[str, _Point] = {}
     for path, role in distinct_paths(roles.attention).items():
         kind = "attention" if role.kind == "self" else "cross_attention"
-        attention[path] = _Place(role.stack, role.layer, kind, path, role.path)
-    places: dict[str, _Place] = {}
+        attention[path] = _Point(role.stack, role.layer, kind, path, role.path)
+    points: dict[str, _Point] = {}
     for network in roles.feedforward:
         number = (network.stack, network.layer)
-        same_number = [place for place in attention.values() if place[:2] == number]
-        layers = [".".join(shared_segments(place.module, network.path)) for place in same_number]
+        same_number = [point for point in attention.values() if point[:2] == number]
+        layers = [".".join(shared_segments(point.module, network.path)) for point in same_number]
         layer = max(layers, key=len, default=None)
         near = zip(same_number, layers, strict=True)
-        places |= {place.path: place for place, of in near if of == layer}
+        points |= {point.path: point for point, of in near if of == layer}
         if network.path != layer:
-            places[network.path] = _Place(*number, "feedforward", network.path, network.path)
+            points[network.path] = _Point(*number, "feedforward", network.path, network.path)
         if layer is not None:
-            places[layer] = _Place(*number, "layer", layer, layer)
-    for path, place in attention.items():
-        places.setdefault(path, place)
-    return [*places.values()]
+            points[layer] = _Point(*number, "layer", layer, layer)
+    for path, point in attention.items():
+        points.setdefault(path, point)
+    return [*points.values()]
 
 
 def _orthogonality_errors(rows: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class StackedCondition:
     def _stack(self, parts: Sequence[Sequence[int]]) -> _Stack:
         pairs = [self._scaled_gram([*self._wide(part)]) for part in parts]
         scales, grams = zip(*pairs, strict=True)
-        places = tuple(place for part in parts for place in part)
+        places = tuple(index for part in parts for index in part)
         gram = grams[0] if len(grams) == 1 else torch.cat(grams)
         spectral: tuple[Tensor, ...] = ()
         if self._spectra:
@@ -136,12 +136,12 @@ class StackedCondition:
 
     def _wide(self, part: Sequence[int]) -> Iterator[Tensor]:
         """Yield weights, transposed if they have more rows than columns."""
-        for place in part:
-            matrix = self._matrix(place)
+        for index in part:
+            matrix = self._matrix(index)
             yield matrix if len(matrix) <= matrix.shape[1] else matrix.mT
 
-    def _matrix(self, place: int) -> Tensor:
-        view = self._views[place]
+    def _matrix(self, index: int) -> Tensor:
+        view = self._views[index]
         with _READING:
             gathered = self._whole.get(id(view.parameter))
             return read(view.tensor()) if gathered is None else view.seen(gathered)
@@ -178,7 +178,7 @@ class StackedCondition:
             lines = zip(*(column.tolist() for column in columns), last, strict=True)
             numbered += zip(stack.places, lines, strict=True)
         lines = mapped(lambda pair: self._line(*pair), numbered, on_threads=self._on_threads)
-        known = dict(zip((place for place, _ in numbered), lines, strict=True))
+        known = dict(zip((index for index, _ in numbered), lines, strict=True))
         names = (*EXACT, *("singular_value_error",) * self._spectra)
         sizes = [len(names) + min(view.shape) * self._spectra for view in self._views]
         cuts = [self._cuts.get(id(view.parameter)) for view in self._views]
@@ -186,9 +186,9 @@ class StackedCondition:
         lines = shared([known.get(i) or [0.0] * n for i, n in enumerate(sizes)], cuts, device)
         self._stacks = []
         self._whole = {}
-        place = names.index("sigma_max")
+        index = names.index("sigma_max")
         stored = [view.parameter_name for view in self._views]
-        broken = (n for n, line in zip(stored, lines, strict=True) if math.isnan(line[place]))
+        broken = (n for n, line in zip(stored, lines, strict=True) if math.isnan(line[index]))
         if broken := [*dict.fromkeys(broken)]:
             problem = "these weights hold NaN or infinity and cannot be measured"
             raise ConvergenceError(f"{problem}:\n{listed(broken)}")

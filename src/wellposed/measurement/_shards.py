@@ -54,7 +54,7 @@ def owned_ones(views: Sequence[WeightView]) -> tuple[dict[int, Cut], dict[int, T
     layouts = [Layout(cut, tuple(parameters[key].shape)) for key, cut in cuts.items()]
     owners = shares_of(layouts, [*costs.values()])
     wholes = wholes_of([parameters[key] for key in keys], layouts, owners)
-    return cuts, {keys[place]: tensor for place, tensor in wholes.items()}
+    return cuts, {keys[index]: tensor for index, tensor in wholes.items()}
 
 
 def _groups(cuts: Sequence[Cut | None]) -> dict[Any, list[int]]:

@@ -40,4 +40,4 @@ def norms(tensors: Sequence[Tensor], wide: torch.dtype = torch.float32) -> list[
         chosen = torch.promote_types(dtype, torch.float32 if device.type == "mps" else wide)
         values = torch._foreach_norm([tensors[i] for i in part], dtype=chosen)
         lengths |= dict(zip(part, values, strict=True))
-    return [lengths[place] for place in range(len(tensors))]
+    return [lengths[index] for index in range(len(tensors))]

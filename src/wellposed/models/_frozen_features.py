@@ -53,5 +53,5 @@ class FrozenFeatures:
 
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:
-    place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
-    return *place, tensor.shape, tensor.dtype, tensor._version
+    memory = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
+    return *memory, tensor.shape, tensor.dtype, tensor._version

@@ -338,10 +338,10 @@ def check_targets(targets: Tensor, logits: Tensor) -> None:
             f" or torch.int32, one for each token: {tuple(logits.shape[:2])}"
         )
     counted = targets.masked_fill(targets == IGNORED_LABEL, 0)
-    place = first_outside(counted, logits.shape[2])
-    if place is not None:
+    index = first_outside(counted, logits.shape[2])
+    if index is not None:
         raise ShapeError(
-            f"labels: received {int(targets[place])}; expected those in"
+            f"labels: received {int(targets[index])}; expected those in"
             f" [0, {logits.shape[2]}), or {IGNORED_LABEL} for none"
         )
 
@@ -367,10 +367,10 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
     if classes == 1 or labels.numel() != batch or labels.is_floating_point():
         return
     flat = labels.reshape(-1)
-    place = first_outside(flat.masked_fill(flat == IGNORED_LABEL, 0), classes)
-    if place is not None:
+    index = first_outside(flat.masked_fill(flat == IGNORED_LABEL, 0), classes)
+    if index is not None:
         raise ShapeError(
-            f"labels: received class {int(flat[place])} at row {place[0]}; expected classes in [0,"
+            f"labels: received class {int(flat[index])} at row {index[0]}; expected classes in [0,"
             f" {classes}), or {IGNORED_LABEL} for none; set num_labels to the number of classes"
         )
 

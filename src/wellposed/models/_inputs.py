@@ -201,11 +201,11 @@ def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids")
         raise ShapeError(f"{name}: received shape {(*input_ids.shape,)}; expected (batch, tokens)")
     if input_ids.dtype not in INTEGERS:
         raise ShapeError(f"{name}: received {input_ids.dtype}; expected torch.int64 or torch.int32")
-    place = first_outside(input_ids, vocab_size)
-    if place is not None:
-        row, column = place
+    index = first_outside(input_ids, vocab_size)
+    if index is not None:
+        row, column = index
         raise ShapeError(
-            f"{name}: received token {int(input_ids[place])} at row {row}, position {column};"
+            f"{name}: received token {int(input_ids[index])} at row {row}, position {column};"
             f" expected tokens in [0, {vocab_size}); use the tokenizer that the model was built"
             " for, or call model.resize_token_embeddings"
         )

@@ -204,7 +204,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         like: Any = self.head[1].weight
         keys = [row.tobytes() for row in windows.cpu().numpy()]
         known = self._remembered.of(self.model, like)
-        new = [place for place, key in enumerate(keys) if key not in known]
+        new = [index for index, key in enumerate(keys) if key not in known]
         if new:
             with torch.no_grad():
                 fresh = windows[new]
@@ -212,7 +212,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 parts = self._read(fresh), _mean(self.model.get_input_embeddings()(fresh), real)
                 norm = nn.functional.layer_norm
                 features = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
-            known.update(zip((keys[place] for place in new), features, strict=True))
+            known.update(zip((keys[index] for index in new), features, strict=True))
         return torch.stack([known[key] for key in keys])
 
     def _read(self, windows: Tensor) -> Tensor:

@@ -296,15 +296,15 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
     """Raise `ConfigError` if a part draws random numbers: two evaluations would be two maps."""
     drawn = []
     for path, part in module.named_modules():
-        place = path or type(part).__name__
+        label = path or type(part).__name__
         rate_of = {name: rate for name, rate in vars(part).items() if "drop" in name}
         if isinstance(part, nn.modules.dropout._DropoutNd):
             rate_of["dropout"] = part.p
         rates = {float(rate) for rate in rate_of.values() if isinstance(rate, int | float)}
         if part.training and (rate := max(rates, default=0.0)) > 0:
-            drawn.append(f"{place}: dropout {rate}")
+            drawn.append(f"{label}: dropout {rate}")
         if part.training and isinstance(part, nn.RReLU):
-            drawn.append(f"{place}: slopes between {part.lower} and {part.upper}")
+            drawn.append(f"{label}: slopes between {part.lower} and {part.upper}")
     if drawn:
         raise ConfigError(
             f"{what} needs the same map at every evaluation, but these parts drop at random in"
