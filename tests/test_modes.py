@@ -282,4 +282,4 @@ def test_every_public_function_and_layer_explains_its_failures():
     calls = [item for item in functions if str(item.__module__).startswith("wellposed.")]
     assert len(calls) > 100
     silent = {item.__name__ for item in calls if not hasattr(item, "explains")}
-    assert silent <= {"explain_failures_of", "renamed", "find"}
+    assert silent <= {"explain_failures_of", "removed_names", "refuse"}

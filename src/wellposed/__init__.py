@@ -62,8 +62,7 @@ else:
         {
             "": (
                 "attack certification constrain errors functional initialize integrations "
-                "linalg measurement models nn penalize presets roles words "
-                "recipes report tasks training"  # moved: each says where to
+                "linalg measurement models nn penalize presets roles words"
             ),
             "attack": "lipschitz_lower_bound",
             "certification": "Certificate certify register_rule",
@@ -82,5 +81,10 @@ else:
             "orthogonal": "use constrain_(..., to='orthogonal'), or"
             " torch.nn.utils.parametrizations.orthogonal",
             "tie_queries_and_keys_": "give each attention one Parameter: key.weight = query.weight",
+            "recipes": "import wellposed_studies",
+            **{
+                name: f"import wellposed_lab.{name}"
+                for name in ("charts", "cli", "compare", "plugins", "report", "tasks", "training")
+            },
         },
     )

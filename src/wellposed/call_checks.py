@@ -7,7 +7,6 @@ import inspect
 import itertools
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
@@ -70,37 +69,6 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
     setattr(checked, "explains", True)  # noqa: B010 (a function has no such attribute)
     return checked
-
-
-def renamed_keywords(
-    **new_names: str,
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Return a decorator for a call that still takes old keywords, with a `FutureWarning`.
-
-    >>> with warnings.catch_warnings(action="ignore"):
-    ...     renamed_keywords(keep="exclude")(lambda *, exclude=(): exclude)(keep="norm")
-    'norm'
-    """
-
-    def declare(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        names = list(inspect.signature(call).parameters)
-
-        @functools.wraps(call)
-        def renamed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            for old in [name for name in kwargs if name in new_names]:
-                new = new_names[old]
-                value = kwargs.pop(old)
-                line = f"{_name(call, args)}: {old}= is {new}= now"
-                warnings.warn(line, FutureWarning, stacklevel=2)
-                is_given = new in kwargs or new in names[: len(args)]
-                if is_given and value:
-                    raise ConfigError(f"{line}; put what both name into {new}=")
-                kwargs |= {} if is_given else {new: value}
-            return call(*args, **kwargs)
-
-        return renamed
-
-    return declare
 
 
 def explain_failures_of(package: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +108,7 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
 
 
 def _new_name(word: str) -> str:
-    """Return the word with our name of its option, with a warning if it was renamed."""
+    """Return the word with our name of its option; an option of earlier versions is refused."""
     option, equals, value = word.partition("=")
     name = option[2:].replace("-", "_") if option.startswith("--") else ""
     if name == "per_device_train_batch_size" and is_one_of_several():
@@ -121,8 +120,7 @@ def _new_name(word: str) -> str:
     if name not in configs.RENAMED:
         return word
     new = f"--{configs.RENAMED[name].replace('_', '-')}"
-    warnings.warn(f"{option} is {new} now", FutureWarning, stacklevel=2)
-    return f"{new}{equals}{value}"
+    raise ConfigError(f"{option} is {new} now; write {new} {value or 'VALUE'}")
 
 
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:

@@ -9,8 +9,10 @@ from wellposed.attack._inputs import steepest_direction as steepest_direction
 from wellposed.attack._lower_bound import LowerBound as LowerBound
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound
 from wellposed.call_checks import explain_failures_of
-from wellposed.lazy import renamed
+from wellposed.removed_names import removed_names
 
 explain_failures_of(__name__)
 
-__getattr__ = renamed(__name__, {n: f"wellposed.words.{n}" for n in ("WordAttack", "WordSwaps")})
+__getattr__ = removed_names(
+    __name__, {name: f"use wellposed.words.{name}" for name in ("WordAttack", "WordSwaps")}
+)

@@ -17,8 +17,8 @@ from wellposed.certification.rules import layer_norm_bound as layer_norm_bound
 from wellposed.certification.rules import mean_pooling as mean_pooling
 from wellposed.certification.rules import of_one_vector as of_one_vector
 from wellposed.certification.rules import one_token as one_token
-from wellposed.lazy import renamed
+from wellposed.removed_names import removed_names
 
 explain_failures_of(__name__)
 
-__getattr__ = renamed(__name__, {"Site": "wellposed.certification.RuleContext"})
+__getattr__ = removed_names(__name__, {"Site": "use RuleContext"})

@@ -13,6 +13,6 @@ from wellposed.constrain._select import select_weights as select_weights
 from wellposed.constrain._set import SETS as SETS
 from wellposed.constrain._set import MatrixSet as MatrixSet
 from wellposed.constrain._start import ConstrainedWeight as ConstrainedWeight
-from wellposed.lazy import renamed
+from wellposed.removed_names import removed_names
 
-__getattr__ = renamed(__name__, {"OrthogonalityErrors": "wellposed.constrain.ConstraintErrors"})
+__getattr__ = removed_names(__name__, {"OrthogonalityErrors": "use ConstraintErrors"})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wellposed.call_checks import checked_arguments, renamed_keywords, say_moves
+from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._columns import Columns
 from wellposed.constrain._handle import Constraint, handles_of
 from wellposed.constrain._logits import (
@@ -48,6 +48,7 @@ from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, 
 from wellposed.interrupts import run_all
 from wellposed.linalg import cut_of, is_sharded
 from wellposed.options import Positive, fits, rms_radius
+from wellposed.removed_names import removed_keywords
 from wellposed.roles import is_table, is_transposed, spans_of, split_path
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 _DEFAULT_ROLES = {"spectral": LAYERS, "logits": "query"}
 
 
-@renamed_keywords(roles="where")
+@removed_keywords(roles="where")
 @checked_arguments
 def constrain_(
     model: nn.Module,

@@ -14,11 +14,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
-from wellposed.call_checks import checked_arguments, renamed_keywords
+from wellposed.call_checks import checked_arguments
 from wellposed.constrain._select import Where, roles_or_error, select_weights, unwrap_model
 from wellposed.errors import ConfigError, RoleNotFoundError, shortened
 from wellposed.linalg import is_sharded
 from wellposed.options import Strength
+from wellposed.removed_names import removed_keywords
 from wellposed.roles import (
     ATTENTION,
     FEEDFORWARD,
@@ -40,7 +41,7 @@ _MUON = Verb.by_name("MuonAndAdamW", "model", "muon")
 _NORM = re.compile(r"Norm(\d+d)?$")
 
 
-@renamed_keywords(roles="where")
+@removed_keywords(roles="where")
 @checked_arguments
 def parameter_groups(
     model: nn.Module,
@@ -184,7 +185,7 @@ class MuonAndAdamW(Optimizer):
     [('muon', 4), ('adamw', 8)]
     """
 
-    @renamed_keywords(roles="where")
+    @removed_keywords(roles="where")
     def __init__(
         self,
         model: nn.Module,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from wellposed.constrain._wholes import Wholes
-from wellposed.lazy import renamed_attributes
 from wellposed.linalg import full_precision, in_stacks, is_sharded, mapped
 
 # Entries of a stack; about eight copies in float64 exist at once. A CPU gains nothing from stacks
@@ -20,7 +19,6 @@ from wellposed.linalg import full_precision, in_stacks, is_sharded, mapped
 _CPU_ENTRIES, _ENTRIES = 2**20, 2**25
 
 
-@renamed_attributes(gain="size")
 @dataclass(frozen=True)
 class ConstrainedWeight:
     """One constrained weight: its place, its size, its distance to the set, how far it moved."""

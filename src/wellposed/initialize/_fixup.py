@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import checked_arguments, renamed_keywords, require_module
+from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, ConvergenceError, DataError, listed
 from wellposed.hooks import call_model, first_tensor, quiet_run, real_tokens
 from wellposed.initialize._factors import (
@@ -30,13 +30,14 @@ from wellposed.initialize._plan import (
     reported,
 )
 from wellposed.interrupts import undoing
+from wellposed.removed_names import removed_keywords
 from wellposed.roles import Verb, find_roles_for, patterns_of
 
 T_FIXUP = Verb.by_role("t_fixup_", "model")
 DT_FIXUP = Verb.by_role("dt_fixup_", "model, loader", takes_batch=False)
 
 
-@renamed_keywords(keep="exclude", leave="exclude", patterns="where")
+@removed_keywords(keep="exclude", leave="exclude", patterns="where")
 @checked_arguments
 def t_fixup_(
     model: nn.Module,
@@ -163,7 +164,7 @@ def _factors(
     return factors, by_path | {part.path: factors["decoder"] for part in decoder.parts}
 
 
-@renamed_keywords(keep="exclude", leave="exclude", patterns="where")
+@removed_keywords(keep="exclude", leave="exclude", patterns="where")
 @checked_arguments
 def dt_fixup_(
     model: nn.Module,

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from wellposed.call_checks import known_keywords, renamed_keywords, require_module
+from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError, listed
 from wellposed.interrupts import Undo, all_or_nothing
 from wellposed.model_edits import record, recorded
 from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm, RemovedNorm
+from wellposed.removed_names import removed_keywords
 from wellposed.roles import Verb, find_roles_for, patterns_of
 
 logger = logging.getLogger("wellposed.initialize")
@@ -25,7 +26,7 @@ _NUMBERS_OF_NORMS = ("eps", "epsilon", "variance_epsilon", "normalized_shape")
 """Attributes of norms of any name, most of which keep them from dividing by 0."""
 
 
-@renamed_keywords(keep="exclude")
+@removed_keywords(keep="exclude")
 @known_keywords
 def remove_norms_(
     model: nn.Module, *, exclude: str | Sequence[str] = (), batch: Any = None

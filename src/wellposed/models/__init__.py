@@ -1,7 +1,7 @@
 """Models that load and save as in Hugging Face; importing this adds them to the Auto classes."""
 
 from wellposed.errors import missing_extra
-from wellposed.lazy import renamed
+from wellposed.removed_names import removed_names
 
 try:
     import transformers as _transformers  # noqa: F401
@@ -78,4 +78,4 @@ from wellposed.models._windows import (
     WindowsForSequenceClassification as WindowsForSequenceClassification,
 )
 
-__getattr__ = renamed(__name__, {"SHARPNESS": "wellposed.models.LOGIT_SCALE"})
+__getattr__ = removed_names(__name__, {"SHARPNESS": "use LOGIT_SCALE"})

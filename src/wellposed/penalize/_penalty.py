@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed import hooks
-from wellposed.call_checks import checked_arguments, renamed_keywords, require_module
+from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
 from wellposed.interrupts import all_or_nothing, run_all
@@ -24,6 +24,7 @@ from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss, Scale
 from wellposed.penalize._weights import weight_parts
 from wellposed.plan import Plan
+from wellposed.removed_names import removed_keywords
 from wellposed.roles import CallWatch, LiveParts, Roles, batch_advice, find_roles_for, heads_advice
 
 Strength = float | Callable[[int], float]
@@ -92,7 +93,7 @@ class OrthogonalityPenalty:
     ['affinity.encoder.0', 'attention.encoder.0']
     """
 
-    @renamed_keywords(patterns="where")
+    @removed_keywords(patterns="where")
     @checked_arguments
     def __init__(
         self,

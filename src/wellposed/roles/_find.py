@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from torch import nn
 
-from wellposed.call_checks import known_keywords, renamed_keywords, require_module
+from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import (
     ConfigError,
     RoleNotFoundError,
@@ -18,6 +18,7 @@ from wellposed.errors import (
     WellposedError,
 )
 from wellposed.hooks import class_name, evaluating
+from wellposed.removed_names import removed_keywords
 from wellposed.roles._adapters import effective_roles, has_lora
 from wellposed.roles._advice import FIND_ROLES, Verb, advice
 from wellposed.roles._families import (
@@ -61,7 +62,7 @@ _KINDS = {AttentionRole: "attention", FeedForwardRole: "feed-forward"}
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
-@renamed_keywords(patterns="where")
+@removed_keywords(patterns="where")
 @known_keywords
 def find_roles(
     model: nn.Module,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from wellposed.lazy import renamed_attributes
 from wellposed.roles._views import Spans, WeightView
 from wellposed.text_table import MISSING, aligned, format_number
 
@@ -20,7 +19,6 @@ ROLE_NAMES = (*ATTENTION, *FEEDFORWARD, "latent", "adapter", *_TABLES)
 Stack = Literal["encoder", "decoder"]
 
 
-@renamed_attributes(further="extra_projections")
 @dataclass(frozen=True)
 class AttentionRole:
     """Query, key, value and output weight of one attention module; ``kind`` is self or cross.

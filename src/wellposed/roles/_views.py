@@ -17,7 +17,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.hooks import evaluating
-from wellposed.lazy import renamed_attributes
 from wellposed.linalg import cut_of, gathered, is_sharded
 
 _CONV1D = "Conv1D"
@@ -30,7 +29,6 @@ Spans = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order."""
 
 
-@renamed_attributes(entry="expert")
 @dataclass(frozen=True)
 class WeightView:
     """View of W as ``(out_features, in_features)``, such that the layer computes ``W x``.

@@ -1,5 +1,0 @@
-"""The name that 0.3 had for `wellposed_lab.charts`."""
-
-from wellposed.lazy import moved_package
-
-__getattr__ = moved_package(__name__, "wellposed_lab.charts")
