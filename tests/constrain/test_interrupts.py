@@ -24,6 +24,7 @@ OPTIMIZERS = {
 SETS = {
     "orthogonal": {"to": "orthogonal"},
     "spectral": {"to": "spectral", "bound": 0.5},
+    "surely inside": {"to": "spectral", "bound": 9.0},
     "columns": {"to": "columns", "bound": 0.5},
     "logits": {"to": "logits", "bound": 0.01},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,23 @@ from wellposed.linalg import (
 _ROUNDING = 0.1
 
 
+class TopVectors(NamedTuple):
+    """Guesses of singular vectors for `deflate_`, and when to try them."""
+
+    vectors: Tensor
+    pause: int = 0
+    """Steps before the next try."""
+    wait: int = 0
+    """The pause after the last failed try."""
+
+
 class ConstrainedMatrix:
     """A matrix that is put back into its set after each step, and the state that this needs."""
+
+    top_vectors: TopVectors | None = None
+    """Vectors near the largest singular ones, if the last steps led outside the bound."""
+    proved_copy: ProvedCopy | None = None
+    """The matrix when it was last proved, if its steps leave it inside for a while."""
 
     def __init__(self, place: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
         assert place.parameter is not None  # refused before otherwise
@@ -68,8 +83,6 @@ class ConstrainedMatrix:
         """The rank that works on the matrix; None if every rank does."""
         self.whole: ConstrainedMatrix | None = None
         """The matrix as its owner works on it."""
-        self.proved_copy: ProvedCopy | None = None
-        """The matrix when it was last proved, if its steps leave it inside for a while."""
         self.is_displaced = False
         """Whether the parameter was zeroed, so that it holds the bare step."""
         self.drift = math.inf
@@ -165,7 +178,7 @@ class ConstrainedMatrix:
         self.is_displaced = self.is_kept = self.is_in_step = self.is_saved = False
         self.gradient_is = "plain"
         self.spare = []
-        self.proved_copy = None
+        self.proved_copy = self.top_vectors = None
         self._state, self.drift, self.whole = None, math.inf, None
         if self.is_half and self.master is None:
             self.adopt_master(None)
@@ -292,7 +305,7 @@ class ConstrainedMatrix:
 
     def release(self) -> None:
         """Restart moments that are in Lie coordinates, and remove all notes beside them."""
-        self.master = self._exposed = self.whole = self.proved_copy = None
+        self.master = self._exposed = self.whole = self.proved_copy = self.top_vectors = None
         state = self.optimizer.state.get(self.parameter)
         if state is None:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -9,19 +10,27 @@ from typing import Self
 from torch import Tensor
 
 from wellposed.constrain._inside import keep_copy, norms_since_proof, rooms_for
-from wellposed.constrain._matrix import ConstrainedMatrix
+from wellposed.constrain._matrix import ConstrainedMatrix, TopVectors
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
 from wellposed.linalg import (
     Retraction,
     SpectralCap,
     Workspace,
+    can_deflate,
     cap_spectral_norms_,
     certified_spectral_norm,
+    deflate_,
     is_sharded,
     read,
+    start_vectors,
     write_,
 )
+
+# Steps without a try at deflation after tries that failed, at most.
+_LONGEST_WAIT = 32
+# A weight with a largest singular value below this many bounds needs no deflation.
+_NEAR_BOUND = 0.9
 
 
 @dataclass(frozen=True)
@@ -67,12 +76,45 @@ class Spectral(MatrixSet):
         sure = norms_since_proof(matrices, self.size)
         caps = [SpectralCap("inside", norm) for norm in sure.values()]
         if rest := [matrix for matrix in matrices if matrix not in sure]:
-            rooms = rooms_for(rest, self.size)
-            capped = self._cap(rest, work, rooms=rooms)
-            for matrix, cap, room in zip(rest, capped, rooms, strict=True):
-                keep_copy(matrix, cap.before, room)
-            caps += capped
+            deflated = self._deflate(rest[0]) if len(rest) == 1 else None
+            caps += self._cap_beside_copies(rest, work) if deflated is None else [deflated]
         return Retraction(*max(caps, key=_norm))
+
+    def _cap_beside_copies(
+        self, matrices: Sequence[ConstrainedMatrix], work: Workspace
+    ) -> list[SpectralCap]:
+        """Cap matrices, and prepare the cheaper tests and caps of later steps."""
+        rooms = rooms_for(matrices, self.size)
+        capped = self._cap(matrices, work, rooms=rooms)
+        for matrix, cap, room in zip(matrices, capped, rooms, strict=True):
+            keep_copy(matrix, cap.before, room)
+            if matrix.proved_copy is not None:
+                matrix.top_vectors = None
+        if len(matrices) == 1 and capped[0].method == "polynomial":
+            self._prepare_deflation(matrices[0])
+        return capped
+
+    def _prepare_deflation(self, matrix: ConstrainedMatrix) -> None:
+        if matrix.top_vectors is None and can_deflate(matrix.value, self.size):
+            matrix.top_vectors = TopVectors(start_vectors(matrix.value))
+
+    def _deflate(self, matrix: ConstrainedMatrix) -> SpectralCap | None:
+        """Clip by the vectors of the last steps; None if there are none, or no proof."""
+        top = matrix.top_vectors
+        if top is None or not can_deflate(matrix.value, self.size):
+            return None
+        if top.pause:
+            matrix.top_vectors = top._replace(pause=top.pause - 1)
+            return None
+        norm, vectors, lengths = deflate_(matrix.value, top.vectors, bound=self.size)
+        if norm == math.inf:
+            wait = min(2 * top.wait + 1, _LONGEST_WAIT)
+            matrix.top_vectors = TopVectors(vectors, pause=wait, wait=wait)
+            return None
+        # A weight that is well inside is left to the test without products.
+        matrix.top_vectors = TopVectors(vectors) if lengths[0] > _NEAR_BOUND else None
+        matrix.proved, matrix.proved_copy = norm, None
+        return SpectralCap("inside" if norm <= self.size else "deflation", norm)
 
     def _cap(
         self,

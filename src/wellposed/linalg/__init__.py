@@ -2,6 +2,10 @@ from wellposed.call_checks import explain_failures_of
 from wellposed.linalg._cap import SpectralCap as SpectralCap
 from wellposed.linalg._cap import cap_spectral_norm_ as cap_spectral_norm_
 from wellposed.linalg._cap import cap_spectral_norms_ as cap_spectral_norms_
+from wellposed.linalg._deflation import Deflation as Deflation
+from wellposed.linalg._deflation import can_deflate as can_deflate
+from wellposed.linalg._deflation import deflate_ as deflate_
+from wellposed.linalg._deflation import start_vectors as start_vectors
 from wellposed.linalg._l2_bound import L2Layer as L2Layer
 from wellposed.linalg._l2_bound import kim2021_bound as kim2021_bound
 from wellposed.linalg._l2_constants import MASK_KINDS as MASK_KINDS

@@ -30,7 +30,7 @@ from wellposed.linalg._rungs import (
 )
 from wellposed.linalg._tensors import Workspace, compute_dtype, full_precision, tall
 
-CapMethod = Literal["inside", "polynomial", "exact"]
+CapMethod = Literal["inside", "polynomial", "deflation", "exact"]
 # If the root mean square of the singular values is above this many bounds, a Gram matrix loses too
 # many digits.
 _NEAR = 8.0

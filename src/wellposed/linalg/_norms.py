@@ -214,11 +214,7 @@ def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
         return torch.stack([ritz_vectors(gram, steps) for gram in grams])
     largest = grams.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(grams.dtype).tiny)
     rough = (grams / largest[..., None, None]).float()
-    # Pseudo-random, so it has a part in every structured eigenvector (ones, or a few entries).
-    start = (
-        torch.arange(1, side + 1, dtype=torch.float64, device=grams.device).square().sin().to(rough)
-    )
-    vector = start[:, None].expand(*rough.shape[:-1], 1)
+    vector = ritz_start(side, rough)[:, None].expand(*rough.shape[:-1], 1)
     basis = rough.new_zeros(*rough.shape[:-2], min(steps, side), side)
     projected = rough.new_zeros(*rough.shape[:-2], basis.shape[-2], basis.shape[-2])
     size = rough.new_zeros(*rough.shape[:-2], 1, 1)
@@ -237,6 +233,12 @@ def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
         vector = vector - basis.mT @ (basis @ vector)
     # Only the lower triangle was filled, and only it is read.
     return basis.mT @ torch.linalg.eigh(projected).eigenvectors
+
+
+def ritz_start(count: int, like: Tensor) -> Tensor:
+    """Return pseudo-random numbers, with a part in every structured vector (ones, or a few entries)."""
+    places = torch.arange(1, count + 1, dtype=torch.float64, device=like.device)
+    return places.square().sin().to(like)
 
 
 def scaled_gram(matrix: Tensor, *, by_panels: bool = False) -> tuple[Tensor, Tensor]:

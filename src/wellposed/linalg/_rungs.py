@@ -87,12 +87,28 @@ class Grams(NamedTuple):
 
 
 def grams_of(point: Tensor, norms: Tensor, sizes: Sequence[float]) -> Grams:
-    rows, columns = point.shape[-2:]
-    terms = rounded_sums(rows)
-    if point.dtype != torch.float64 and terms * columns * unit_of(torch.float32) > _LOOSE:
+    terms = rounded_sums(point.shape[-2])
+    if _is_loose(point):
         point = point.double()
     gram = symmetric_product(point.mT, point)
     return Grams(gram, norms, sizes, terms * unit_of(point.dtype))
+
+
+def _is_loose(point: Tensor) -> bool:
+    rows, columns = point.shape[-2:]
+    loss = rounded_sums(rows) * columns * unit_of(torch.float32)
+    return point.dtype != torch.float64 and loss > _LOOSE
+
+
+def lost_in_proof(point: Tensor, size: float) -> float:
+    """Return what rounding hides of a squared norm 1 of X, if `grams_of` it proves it.
+
+    ``size`` is ``|X|_F``. A proof may succeed for a little more, and for less it succeeds.
+    """
+    rows, columns = point.shape[-2:]
+    dtype = torch.float64 if _is_loose(point) else point.dtype
+    hidden = factor_rounding(point.new_empty((0, columns), dtype=dtype))
+    return hidden * max(1.0, columns - size * size) + rounded_sums(rows) * unit_of(dtype) * size**2
 
 
 def proved_lengths(
