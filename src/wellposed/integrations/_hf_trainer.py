@@ -12,8 +12,9 @@ from wellposed.errors import missing_extra
 from wellposed.interrupts import run_all
 from wellposed.measurement import Monitor
 from wellposed.options import Size
-from wellposed.penalize import OrthogonalityPenalty
+from wellposed.penalize import OrthogonalityPenalty, summed_terms
 from wellposed.roles import Verb
+from wellposed.trackers import TrackerLog
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -34,7 +35,8 @@ class MonitorCallback(TrainerCallback):
 
     A row has the worst since the last row: ``cond/<number>/max`` (``/min`` of ``stable_rank``),
     ``vital/<number>``, with ``monitor/step``, the last step that was measured; and the sums
-    ``penalty/<strength>`` and ``penalty/total``. A row without a measured step has none. Alarms are logged
+    ``penalty/<strength>`` and ``penalty/total``, with ``penalty/step``, the last step that computed
+    them. A row has neither if no step since the last row measured, or computed, them. Alarms are logged
     and kept in ``monitor.alarms``. A resumed run counts on. Status: as `wellposed.Monitor` and
     `OrthogonalityPenalty.terms`.
 
@@ -45,6 +47,8 @@ class MonitorCallback(TrainerCallback):
         vitals: as in `wellposed.Monitor`.
         batch: as in `wellposed.find_roles`.
         where: as in `wellposed.find_roles`.
+        log_to: as in `wellposed.Monitor`: tracker that gets every number of each measured step,
+            beside the Trainer's rows.
 
     Raises:
         ConfigError: a value of another kind; as training begins, what `wellposed.Monitor` refuses.
@@ -62,11 +66,14 @@ class MonitorCallback(TrainerCallback):
         vitals: bool = True,
         batch: Any = None,
         where: Mapping[str, str | Sequence[str]] | None = None,
+        log_to: Any = None,
     ) -> None:
         self.penalty, self.every = penalty, every
         self.read: dict[str, Any] = {"weights": weights, "vitals": vitals}
-        self.read |= {"batch": batch, "where": where}
+        self.read |= {"batch": batch, "where": where, "log_to": log_to}
+        TrackerLog(log_to, "MonitorCallback", "monitor/step")  # refuses now what it cannot write to
         self._worst: dict[str, float] = {}
+        self._logged_terms: int | None = None
         self.monitor: Monitor | None = None
         end_with_training()
 
@@ -80,6 +87,7 @@ class MonitorCallback(TrainerCallback):
         """Make the monitor, and set the steps of a resumed run."""
         self.end()
         self._worst = {}
+        self._logged_terms = None
         self.monitor = _TrainerMonitor(now["model"], now["optimizer"], self.every, **self.read)
         self.monitor.steps = state.global_step
         if self.penalty is not None:
@@ -112,10 +120,11 @@ class MonitorCallback(TrainerCallback):
             return
         row, self._worst = self._worst, {}
         penalty = self.penalty
-        if penalty is not None and penalty.step and not penalty.removed:
-            for name, value in penalty.terms().items():
-                for total in (f"penalty/{name.partition('.')[0]}", "penalty/total"):
-                    row[total] = row.get(total, 0.0) + value
+        # Terms of a call before the last row, as of `every=100`, are not those of today.
+        computed = None if penalty is None or penalty.removed else penalty.terms_step
+        if penalty is not None and computed not in (None, self._logged_terms):
+            row |= {**summed_terms(penalty.terms()), "penalty/step": computed}
+            self._logged_terms = computed
         now["logs"].update(row)
         state.log_history[-1].update(row)
 

@@ -7,15 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed import hooks
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.measurement._condition import QUICK, StackedCondition
+from wellposed.measurement._history import History
 from wellposed.measurement._measure import identity
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._stacks import transferred
@@ -23,6 +25,10 @@ from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
 from wellposed.plan import Plan, counted_plan
 from wellposed.roles import CallWatch, Verb, find_roles_for
+from wellposed.trackers import TrackerLog
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LIMITS = {"logit_max": 50.0, "entropy": 0.1, "update": 0.1, "kurtosis": 20.0}
 """Upper limits of the numbers; the entropy has a lower limit."""
@@ -95,12 +101,15 @@ class Monitor:
         weights: measure the condition of the weights.
         vitals: measure vital signs, with hooks.
         limits: other limits, such as ``{"logit_max": 100}``.
+        log_to: tracker, or list of trackers, that gets the numbers of each measured step, at its
+            step: ``wandb``, ``mlflow``, a SummaryWriter, a Trainer, a logger of Lightning, a
+            function of (numbers, step) (docs/howto/track.md).
         dry_run: print what a measured step costs, keep it as ``plan`` (`wellposed.plan.Plan`), and
             add no hooks. Weights may be on the meta device.
 
     Raises:
         RoleNotFoundError: no weight is recognised.
-        ConfigError: a bad ``every``, an unknown limit, or an optimizer without hooks (DeepSpeed's).
+        ConfigError: a bad ``every``, an unknown limit or tracker, or an optimizer without hooks.
         ConvergenceError: from `step`, if weights hold NaN or infinity.
 
     Under FSDP2 make it on every process after ``fully_shard``: one exchange of weights and two
@@ -140,8 +149,11 @@ class Monitor:
         weights: bool = True,
         vitals: bool = True,
         limits: Mapping[str, float] | None = None,
+        log_to: Any = None,
         dry_run: bool = False,
     ) -> None:
+        self._log = TrackerLog(log_to, self._verb.name, "monitor/step")
+        self._history = History()
         for name in limits or {}:
             if name not in LIMITS:
                 raise unknown_name("limit", name, LIMITS)
@@ -211,12 +223,41 @@ class Monitor:
                 self.alarms.append(alarm)
                 logger.warning("%s", alarm)
         self._beyond = {name for values in new.values() for name in values}
+        measured = self._with_condition(vitals, numbers[len(signs) :])
+        self._history.add(self.steps, measured)
+        self._log.write(measured, self.steps)
+        return measured
+
+    def _with_condition(
+        self, vitals: dict[str, float], numbers: Sequence[Tensor]
+    ) -> dict[str, float]:
+        """Return the numbers of the weights, then the vital signs."""
         if not self.weights:
             return vitals
-        rows = self._condition.rows(numbers[len(signs) :])
+        rows = self._condition.rows(numbers)
         pairs = zip(row_names([identity(weight) for weight in self._weights]), rows, strict=True)
         cond = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in QUICK}
         return {name: value for name, value in cond.items() if value is not None} | vitals
+
+    def history(self) -> list[dict[str, float]]:
+        """Return the numbers of every measured step, with its ``"step"``; 8 bytes a number."""
+        return self._history.rows()
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw all measured steps: norms, conditioning, logits, entropy, updates, activations.
+
+        A curve is a role and layer, or the worst head of a layer; dashed lines are limits of alarms.
+        In a notebook the result is shown if it is the last line of a cell.
+
+        Args:
+            path: an .svg or .png file to write as well.
+
+        Raises:
+            ConfigError: nothing was measured yet, matplotlib is not installed, another suffix.
+        """
+        from wellposed.measurement._panels import monitor_figure
+
+        return monitor_figure(self.history(), self.limits, None if path is None else Path(path))
 
     def __enter__(self) -> Self:
         return self

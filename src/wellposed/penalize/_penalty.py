@@ -19,6 +19,7 @@ from wellposed.functional import affinity_penalty
 from wellposed.interrupts import all_or_nothing, run_all
 from wellposed.options import Size
 from wellposed.penalize import _terms
+from wellposed.penalize._logged import TermsLog
 from wellposed.penalize._plan import planned
 from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss, Scale
@@ -74,6 +75,8 @@ class OrthogonalityPenalty:
         where: Patterns by role, for `wellposed.find_roles`.
         batch: Input for `wellposed.find_roles`.
         generator: source of the probes; the global one by default.
+        log_to: as in `wellposed.Monitor`: tracker that gets the terms of one call in ``log_every``.
+        log_every: calls (under `attach`: steps) from one logged call to the next, which reads them.
         dry_run: print the cost of a call, keep it as ``plan`` (`wellposed.plan.Plan`) and `remove`
             the penalty. Weights may be on the meta device.
 
@@ -117,6 +120,8 @@ class OrthogonalityPenalty:
         where: Mapping[str, str | Sequence[str]] | None = None,
         batch: Any = None,
         generator: torch.Generator | None = None,
+        log_to: Any = None,
+        log_every: Size = 100,
         dry_run: bool = False,
     ) -> None:
         require_module("OrthogonalityPenalty", model)
@@ -128,6 +133,8 @@ class OrthogonalityPenalty:
         self.every = every
         self.removed = False
         self.notes: tuple[str, ...] = ()
+        self._log = TermsLog(log_to, log_every)
+        self.terms_step: int | None = None
         self._find = partial(find_roles_for, _terms.PENALTY, batch=batch, where=where)
         self._terms_of = partial(
             _terms.weight_terms,
@@ -172,7 +179,9 @@ class OrthogonalityPenalty:
         """
         strengths = self._advance()
         if strengths is None or not any(strengths.values()):  # a zero without gradient
-            self._parts = self._parts if strengths is None else []
+            if strengths is not None:
+                self._parts = []
+                self._note_terms()
             weight = next(next(self.roles.weights()).view.owner.parameters())
             return torch.zeros((), device=weight.device)
         if torch.is_grad_enabled():
@@ -182,6 +191,7 @@ class OrthogonalityPenalty:
             calls, strength = self._capture.take(), strengths["affinity"]
             parts += _terms.affinity_parts(calls, strength, self._estimate)
         self._parts = [(names, part.detach()) for names, part in parts]
+        self._note_terms()
         device = parts[0][1].device  # layers may lie on several
         return torch.cat([part.to(device) for _, part in parts]).sum()
 
@@ -217,6 +227,8 @@ class OrthogonalityPenalty:
 
     def terms(self) -> dict[str, float]:
         """Return the terms of the last call at which ``every`` was due; they add up to its value.
+
+        ``terms_step`` is that call, counted from 1 (under `attach`, the step of the optimizer).
 
         Keys are ``strength.stack.layer``: ``"affinity.encoder.0"``, ``"feedforward.encoder.0.up"``.
 
@@ -315,6 +327,7 @@ class OrthogonalityPenalty:
             read = (view for term in terms for view in term.views if not view.is_computed)
             undo.set(self, "_calls", CallWatch(model, read))
             undo.set(self, "_parts", None)
+            undo.set(self, "terms_step", None)
             self._count(stacklevel + 2)
             self._captures[:] = [self._capture] if self._capture is not None else []
             if before is not None and before is not self._capture:
@@ -362,13 +375,22 @@ class OrthogonalityPenalty:
         self._check_live()
         step = 0
         # A graph that reads the step is recompiled if the step changes.
-        reads_step = self.every > 1 or any(map(callable, self._strengths.values()))
-        if reads_step or not torch.compiler.is_compiling():
+        if self._reads_step() or not torch.compiler.is_compiling():
             step, self.step = self.step, self.step + 1
         if step % self.every:
             return None
         pairs = self._strengths.items()
         return {name: _at(name, strength, step) * self.every for name, strength in pairs}
+
+    def _reads_step(self) -> bool:
+        return self.every > 1 or self._log.is_on or any(map(callable, self._strengths.values()))
+
+    def _note_terms(self) -> None:
+        """Keep the step of the terms, from 1, and log them; for a trainer, of its optimizer."""
+        if self._reads_step() or not torch.compiler.is_compiling():
+            self.terms_step = self._attached[-1].step + 1 if self._attached else self.step
+        if self._log.is_on and self.terms_step is not None:
+            self._log.write(self, self.terms_step - 1)
 
     def _check_trained(self) -> None:
         frozen = _terms.frozen_weights(self._terms)

@@ -71,6 +71,11 @@ class PenalisedLoss:
         loss = self._penalised(loss, counted)
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
+    @property
+    def step(self) -> int:
+        """The optimizer's step of the trainer, from 0."""
+        return self.trainer.state.global_step
+
     def remove(self) -> None:
         """Restore the trainer's own method, unless another one replaced this one."""
         if vars(self.trainer).get("compute_loss") is not self:
