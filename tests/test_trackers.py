@@ -388,10 +388,10 @@ def test_lightning_by_its_module_trainer_or_logger(tmp_path):
 
     net = Net()
     logger = lightning.loggers.CSVLogger(tmp_path)
-    seen = []
+    received = []
     plain = logger.log_metrics
     logger.log_metrics = lambda metrics, step=None: (
-        "cond/encoder.0.query/sigma_max" in metrics and seen.append(step),
+        "cond/encoder.0.query/sigma_max" in metrics and received.append(step),
         plain(metrics, step=step),
     )
     quiet = {
@@ -402,7 +402,7 @@ def test_lightning_by_its_module_trainer_or_logger(tmp_path):
     trainer = lightning.Trainer(max_steps=7, accelerator="cpu", logger=logger, **quiet)
     data = torch.utils.data.TensorDataset(torch.randn(28, 5, 8))
     trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=4))
-    assert sorted(seen) == sorted(3 * MEASURED)
+    assert sorted(received) == sorted(3 * MEASURED)
 
 
 def test_an_accelerator_gets_the_numbers(tmp_path):

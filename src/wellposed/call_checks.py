@@ -19,6 +19,7 @@ from wellposed.errors import (
     unknown_name,
 )
 from wellposed.options import is_plain, value_problems
+from wellposed.zero_weights import check_whole
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -154,7 +155,8 @@ def checked_arguments(
 
 
 def require_module(call: str, model: object) -> None:
-    """Raise `ConfigError` unless ``model`` is a ``torch.nn.Module`` (not its name)."""
+    """Raise `ConfigError` unless ``model`` is a ``torch.nn.Module`` (not its name), with weights that
+    this process has whole, or as shards of torch."""
     if callable(getattr(model, "named_modules", None)) and not isinstance(model, type):
         weights: Any = getattr(model, "named_parameters", dict)()
         lazy = [name for name, weight in weights if type(weight).__name__.startswith("Uninit")]
@@ -163,6 +165,7 @@ def require_module(call: str, model: object) -> None:
                 f"{call}: these weights of lazy layers have no shape yet: {shortened(lazy)}; run the"
                 " model once on a batch, then call it again"
             )
+        check_whole(call, model)
         return
     hint = ""
     if isinstance(model, str):

@@ -55,8 +55,8 @@ def _writer(target: Any, call: str) -> Write:
     for can, write in kinds:
         if can(target):
             return write
-    shown = repr(target) if isinstance(target, (str, int, float)) else type(target).__name__
-    raise ConfigError(f"{call}: log_to = {shown}; expected {ACCEPTED}")
+    received = repr(target) if isinstance(target, (str, int, float)) else type(target).__name__
+    raise ConfigError(f"{call}: log_to = {received}; expected {ACCEPTED}")
 
 
 def _has(*names: str) -> Callable[[Any], bool]:

@@ -138,7 +138,7 @@ def lipschitz_lower_bound(
     3.0
     """
     check_token_norm(norm)
-    if not callable(module):
+    if isinstance(module, nn.Module) or not callable(module):
         require_module("lipschitz_lower_bound", module)
     if start is not None and not bool(torch.isfinite(start).all()):
         raise ConfigError("attack: start holds NaN or infinity; expected finite first inputs")

@@ -132,7 +132,7 @@ def constrain_(
     Cost: a step adds 3 to 6 products of its size for a square orthogonal weight, and keeps a copy
     of it; 2 to 6, at most 35, for a spectral one. (A matmul, forward and backward, is 3.)
     When not to use: if a weight must shrink or grow freely (use `wellposed.OrthogonalityPenalty`),
-    or the optimizer keeps its own copy of the weights (DeepSpeed ZeRO; schedule-free and
+    or the optimizer keeps its own copy of the weights (DeepSpeed ZeRO, schedule-free and
     Lookahead are refused).
 
     >>> model = torch.nn.Linear(8, 8)

@@ -27,6 +27,7 @@ from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
 from wellposed.constrain._step_checks import (
     LIMIT,
     change_counter,
+    check_still_stepped,
     check_still_there,
     check_storage,
     is_inner,
@@ -217,13 +218,14 @@ class Constraint:
         if id(optimizer) in self._idle:
             self._idle.pop(id(optimizer)).remove()
         due = [weight for weight in self.weights if weight.optimizer is optimizer]
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        check_still_stepped(optimizer, due, stepped)
         ready = [weight for weight in due if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
         check_still_there(self._model, self._names)
         check_storage(ready)
 
         restarted = [weight.path for weight in ready if weight.claim()]
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
         state = optimizer.state
         self._stateless = [p for p in stepped if p.grad is not None and not state.get(p)]
         self._pending = ready

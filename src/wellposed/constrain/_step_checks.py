@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,20 @@ def check_still_there(model: nn.Module, names: Iterable[WeightSlice]) -> None:
             " quantisation, an assignment, untying, a new module or load_state_dict(assign=True)"
             " replaced them. Undo it, or build the optimizer and call constrain_ again:\n"
             f"{listed(gone)}"
+        )
+
+
+def check_still_stepped(
+    optimizer: Optimizer, due: Sequence[ConstrainedMatrix], stepped: Iterable[Tensor]
+) -> None:
+    """Raise if the optimizer steps none of its constrained weights any more, but copies of them."""
+    now = set(map(id, stepped))
+    if due and not any(id(weight.parameter) in now for weight in due):
+        lines = list(dict.fromkeys(weight.path for weight in due))
+        raise ConfigError(
+            f"constrain_: {type(optimizer).__name__} now steps other tensors than these constrained"
+            " weights, as after deepspeed.initialize (ZeRO) or FSDP1, so the constraint would be lost"
+            f" at every step; use DDP, or FSDP2 and constrain_ after fully_shard:\n{listed(lines)}"
         )
 
 

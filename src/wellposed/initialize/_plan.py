@@ -31,6 +31,7 @@ from wellposed.roles import (
     split_path,
 )
 from wellposed.text_table import aligned, format_number
+from wellposed.zero_weights import is_copied
 
 
 @dataclass(frozen=True)
@@ -364,6 +365,11 @@ def _check_not_sharded(model: nn.Module) -> None:
         raise ConfigError(
             "weights in shards cannot be drawn; initialise the model before fully_shard or"
             f" parallelize_module:\n{listed(sharded)}"
+        )
+    if copied := [name for name, weight in model.named_parameters() if is_copied(weight)]:
+        raise ConfigError(
+            "DeepSpeed ZeRO steps copies of these weights, which would replace drawn ones;"
+            f" initialise the model before deepspeed.initialize:\n{listed(copied)}"
         )
 
 

@@ -11,6 +11,7 @@ from wellposed.measurement._condition import StackedCondition
 from wellposed.measurement._measurement import Measurement
 from wellposed.measurement._stacks import transferred
 from wellposed.roles import Roles, RoleWeight, Verb, current_roles, find_roles_for
+from wellposed.zero_weights import check_whole
 
 _MEASURE = Verb(
     "measure",
@@ -70,6 +71,7 @@ def measure(
     ['attention', 'layer']
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
+    check_whole("measure", model)
     roles = find_roles_for(_MEASURE, model, batch) if roles is None else current_roles(model, roles)
     weights = list(roles.weights())
     condition = StackedCondition(weights, spectra=spectra)

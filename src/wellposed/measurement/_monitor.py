@@ -26,6 +26,7 @@ from wellposed.options import Size
 from wellposed.plan import Plan, counted_plan
 from wellposed.roles import CallWatch, Verb, find_roles_for
 from wellposed.trackers import TrackerLog
+from wellposed.zero_weights import check_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,6 +113,8 @@ class Monitor:
         ConfigError: a bad ``every``, an unknown limit or tracker, or an optimizer without hooks.
         ConvergenceError: from `step`, if weights hold NaN or infinity.
 
+    DeepSpeed's ZeRO-1 and 2 leave out ``grad_norm`` and ``update``; ZeRO-3 is refused.
+
     Under FSDP2 make it on every process after ``fully_shard``: one exchange of weights and two
     all-reduces a measured step. docs/howto/monitor.md lists what is read of shards and of DDP.
 
@@ -162,6 +165,7 @@ class Monitor:
         self.limits = {**LIMITS, **(limits or {})}
         self.alarms: list[Alarm] = []
         model = getattr(model, "_orig_mod", model)
+        self._model = model
         roles = find_roles_for(self._verb, model, batch, where=where)
         self._weights = list(roles.weights())
         views = [weight.view for weight in self._weights]
@@ -195,6 +199,8 @@ class Monitor:
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
         due = self.is_due()
+        if due:
+            check_whole(self._verb.name, self._model)
         self.steps += 1
         signs = self._vitals.pending() if self._vitals and due else []
         for line in set(self._calls.changes() if due else ()) - self._deviating:
@@ -288,11 +294,13 @@ class Monitor:
 
 
 def _hooked(optimizer: Optimizer | None) -> Optimizer | None:
-    """Return the optimizer that runs hooks, unwrapping Accelerate's."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+    """Return the optimizer that runs hooks, unwrapping those of Accelerate and DeepSpeed."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        if not isinstance(inner, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            break
         optimizer = inner
     if optimizer is not None and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        name = type(optimizer).__name__
         problem = f"Monitor: {name} runs no hooks around its step"
         raise ConfigError(f"{problem}; give a torch.optim.Optimizer, or none to leave out updates")
     return optimizer

@@ -23,6 +23,7 @@ from wellposed.measurement._measurement import row_names
 from wellposed.measurement._shards import cut_of_view, has_local_part, local_part, whole_norms
 from wellposed.measurement._stacks import ENTRIES, joined, norms, stacked
 from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths, split_path
+from wellposed.zero_weights import is_copied
 
 logger = logging.getLogger("wellposed.monitor")
 QUERIES = 64
@@ -102,6 +103,7 @@ class VitalSigns:
         self._optimizer = optimizer
         self._handles: list[Any] = []
         self._warned: set[str] = set()
+        self._says_copies = False
         self._begin()
 
     def _begin(self) -> None:
@@ -253,13 +255,23 @@ class VitalSigns:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: Any) -> None:
-        if self._is_forgotten or not self._due():
+        if self._is_forgotten or not self._due() or self._steps_copies():
             return
         self._compute()
         parts = [local_part(view).detach() for view in self._weights.values()]
         self._before = list(torch._foreach_mul(parts, 1.0))
         if not _closure(arguments, named):  # a closure computes gradients later
             self._note_gradients(optimizer)
+
+    def _steps_copies(self) -> bool:
+        """Whether ZeRO-1 or 2 replaces the weights after this step, and has taken their gradients."""
+        copied = any(is_copied(view.parameter) for view in self._weights.values())
+        if copied and not self._says_copies:
+            self._says_copies = True
+            logger.warning(
+                "Monitor: no grad_norm and update: DeepSpeed ZeRO steps copies of the weights, in parts"
+            )
+        return copied
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
         views = self._mine(optimizer).items()

@@ -27,6 +27,7 @@ from wellposed.penalize._weights import weight_parts
 from wellposed.plan import Plan
 from wellposed.removed_names import removed_keywords
 from wellposed.roles import CallWatch, LiveParts, Roles, batch_advice, find_roles_for, heads_advice
+from wellposed.zero_weights import check_whole, is_copied
 
 Strength = float | Callable[[int], float]
 _UNSEEN = ("flash", "flex", "paged")  # kernels that call neither SDPA nor a softmax
@@ -219,6 +220,12 @@ class OrthogonalityPenalty:
                 "accumulate_() adds gradients without a graph, which affinities need: use penalty()"
                 " and backward(), or a second OrthogonalityPenalty for the affinity alone"
             )
+        weights = (view.parameter for term in self._terms for view in term.views)
+        if any(map(is_copied, weights)):
+            raise ConfigError(
+                "accumulate_() adds to gradients that DeepSpeed ZeRO has taken already, so they would be"
+                " lost: write engine.backward(loss + penalty())"
+            )
         with torch.enable_grad():
             value = self()
         if value.requires_grad:
@@ -348,6 +355,8 @@ class OrthogonalityPenalty:
 
     def _check_live(self) -> None:
         """Refuse a model whose penalised parts changed; count shared weights anew."""
+        if not torch.compiler.is_compiling():
+            check_whole("OrthogonalityPenalty", self._live.model)
         now = _terms.bound_state(self._given, self._terms)
         lines = self._live.changes()
         if now == self._state and not lines:

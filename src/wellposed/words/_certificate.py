@@ -186,8 +186,8 @@ class WordCertificate:
     def __init__(
         self, model: Any, tokenizer: Any, *, max_length: int | None = None, required: bool = True
     ) -> None:
-        require_tokenizer("WordCertificate", tokenizer)
         require_module("WordCertificate", model)
+        require_tokenizer("WordCertificate", tokenizer)
         if not hasattr(model, "config"):
             kind = type(model).__name__
             raise ConfigError(
