@@ -3,8 +3,9 @@ and files of the lab.
 
     python tools/reference_pages.py
 
-A test compares the pages with what this script would write, so that no public name stays
-undocumented.
+Each package comes in two tiers: the names that README and the how-tos use, and below them those
+for extensions. So a how-to that uses a name moves it up, and nobody keeps a list. A test compares
+the pages with what this script would write, so that no public name stays undocumented.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE, LAB = ROOT / "src" / "wellposed", ROOT / "lab" / "wellposed_lab"
+SOURCE = ROOT / "src" / "wellposed"
+LAB = ROOT / "lab" / "wellposed_lab"
 TARGET = ROOT / "docs" / "reference"
+# Who writes a set, a rule or a task reads all of a page.
+FOR_EXTENSIONS = "extend.md"
 PAGES = {
     "models": ("Models", "models"),
     "penalties": ("Roles and penalties", "roles penalize presets functional"),
@@ -38,8 +42,29 @@ PAGES = {
 }
 
 
-def page(title: str, modules: str) -> str:
-    """Return the Markdown of one page."""
+def used_by_guides() -> set[str]:
+    """Return what the code of README, the tutorial and the how-tos calls or reads of a module."""
+    folder = ROOT / "docs" / "howto"
+    guides = [path for path in folder.glob("*.md") if path.name != FOR_EXTENSIONS]
+    guides += [ROOT / "README.md", ROOT / "docs" / "tutorial.md"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in guides)
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+    return set(re.findall(r"\b[A-Z]\w+|(?<=\.)\w+|\b\w+(?=\()", code))
+
+
+def returned_by(folder: Path, names: set[str]) -> set[str]:
+    """Return the names in the return annotations of a package's functions ``names``."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.returns]
+    called = [
+        ast.unparse(node.returns) for node in functions if node.name in names and node.returns
+    ]
+    return set(re.findall(r"\w+", " ".join(called)))
+
+
+def page(title: str, modules: str, used: set[str]) -> str:
+    """Return the Markdown of one page; names that are in ``used`` come first."""
     lines = [f"# {title}", ""]
     for module in modules.split():
         path = module.replace(".", "/")
@@ -50,14 +75,25 @@ def page(title: str, modules: str) -> str:
         text = (SOURCE / path / "__init__.py").read_text(encoding="utf-8")
         described = ast.get_docstring(ast.parse(text)) or ""
         lines += [f"## wellposed.{module}", "", described, ""]
-        for name in sorted(set(re.findall(r"\b(\w+) as \1\b", text))):
+        names = sorted(set(re.findall(r"\b(\w+) as \1\b", text)))
+        first = used | returned_by(SOURCE / path, used & {*names})
+        for name in filter(first.__contains__, names):
+            lines += [f"::: wellposed.{module}.{name}", ""]
+        others = [name for name in names if name not in first]
+        if others:
+            lines += [f"### Further names of wellposed.{module}, most for extensions", ""]
+        for name in others:
             lines += [f"::: wellposed.{module}.{name}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def pages() -> dict[Path, str]:
     """Return every page by its path."""
-    return {TARGET / f"{name}.md": page(title, modules) for name, (title, modules) in PAGES.items()}
+    used = used_by_guides()
+    return {
+        TARGET / f"{name}.md": page(title, modules, used)
+        for name, (title, modules) in PAGES.items()
+    }
 
 
 if __name__ == "__main__":
