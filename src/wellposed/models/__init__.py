@@ -18,6 +18,7 @@ from wellposed.models._build import (
 from wellposed.models._build import build_model as build_model
 from wellposed.models._build import model_keywords as model_keywords
 from wellposed.models._build import register_family as register_family
+from wellposed.models._card import loading_lines as loading_lines
 from wellposed.models._certification import embedding_radius as embedding_radius
 from wellposed.models._certification import input_vectors as input_vectors
 from wellposed.models._config import TransJectConfig as TransJectConfig
@@ -46,6 +47,8 @@ from wellposed.models._families import (
     WellposedForTokenClassification as WellposedForTokenClassification,
 )
 from wellposed.models._heads import PairHead as PairHead
+from wellposed.models._hub import model_card as model_card
+from wellposed.models._hub import push_to_hub as push_to_hub
 from wellposed.models._init import INITS as INITS
 from wellposed.models._init import POOLINGS as POOLINGS
 from wellposed.models._init import Initializer as Initializer

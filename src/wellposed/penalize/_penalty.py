@@ -397,7 +397,7 @@ class OrthogonalityPenalty:
     def _note_terms(self) -> None:
         """Keep the step of the terms, from 1, and log them; for a trainer, of its optimizer."""
         if self._reads_step() or not torch.compiler.is_compiling():
-            self.terms_step = self._attached[-1].step + 1 if self._attached else self.step
+            self.terms_step = self._attached[-1].optimizer_step + 1 if self._attached else self.step
         if self._log.is_on and self.terms_step is not None:
             self._log.write(self, self.terms_step - 1)
 

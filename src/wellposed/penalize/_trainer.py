@@ -72,7 +72,7 @@ class PenalisedLoss:
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     @property
-    def step(self) -> int:
+    def optimizer_step(self) -> int:
         """The optimizer's step of the trainer, from 0."""
         return self.trainer.state.global_step
 

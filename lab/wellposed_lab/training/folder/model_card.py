@@ -9,28 +9,10 @@ from pathlib import Path
 
 from torch import nn
 
-from wellposed.model_edits import attention_of, recorded
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.folder.run_folder import leaves
-from wellposed_lab.training.folder.save import is_ours
 from wellposed_lab.training.folder.state import Evaluation
-
-AS_IT_IS = """from transformers import {auto}, AutoTokenizer
-
-model = {auto}.from_pretrained("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-WITH_OUR_LOADER = """from transformers import AutoTokenizer
-from wellposed.models import load_saved_model
-
-model = load_saved_model("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-NOTE = "Without this import, a plain `from_pretrained` refuses the `wellposed` entries of `config.json`."
-NOTE_ON_NORMS = (
-    "**A plain `from_pretrained` gives another model**, without a warning: it adds {lost} LayerNorms"
-    " with fresh weights. `config.json` records their removal under `wellposed`, and the loader"
-    " above repeats it."
-)
 
 
 def model_card(
@@ -79,22 +61,9 @@ def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
 def _loading(model: nn.Module) -> list[str]:
     if not hasattr(model, "save_pretrained"):
         return []
-    from wellposed.models import auto_class, reads_images
+    from wellposed.models import loading_lines
 
-    code = AS_IT_IS
-    note = ""
-    norms = recorded(model.config).get("removed_norms")
-    if norms:
-        code = WITH_OUR_LOADER
-        note = NOTE_ON_NORMS.format(lost=len(norms))
-    elif is_ours(model) or attention_of(model.config) is not None:
-        code = WITH_OUR_LOADER
-        note = NOTE
-    if reads_images(model):
-        code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
-    auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
-    lines = ["## How to load it", f"```python\n{code.format(auto=auto)}\n```"]
-    return [*lines, note] if note else lines
+    return loading_lines(model, "FOLDER")
 
 
 def _word(word: str) -> str:
