@@ -21,7 +21,8 @@ from wellposed_lab.cli.main import main
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as output:
         status = main(words)
-    heavy = [name for name in ("torch", "transformers", "accelerate", "matplotlib") if name in sys.modules]
+    names = "torch transformers accelerate matplotlib tokenizers datasets PIL pandas"
+    heavy = [name for name in names.split() if name in sys.modules]
     print(json.dumps([status, heavy, output.getvalue()]))
 """
 

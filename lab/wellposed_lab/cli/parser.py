@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin
 
-from docstring_parser import parse_from_object
-
 from wellposed import options
 from wellposed.errors import ConfigError, unknown_name
+from wellposed_lab.cli.option_help import help_of
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _declare(
     """Declare the options of ``cls`` to ``reader``; yield each one, and whether it is required.
     Help shows the optional ones in ``listed`` (dotted names), or all for None."""
     needed = options.required(cls)
-    help_of = _help_of(cls)
+    texts = help_of(cls)
     hints = options.checked_hints(cls)
     for item in dataclasses.fields(cls):
         name = item.name
@@ -151,7 +150,7 @@ def _declare(
             yield from _declare(group, nested, known, listed, section=section_name, start=inside)
             continue
         value = values.get(name, item.default)
-        about = help_of.get(name, "").replace("%", "%%")
+        about = texts.get(name, "").replace("%", "%%")
         if not (name in needed or value is None or value is False or value in ("", ())):
             about += f" (default: {value})"
         if not (listed is None or name in needed or f"{start[2:]}{name}" in listed):
@@ -211,10 +210,3 @@ def _metavar(hint: Any) -> str:
     kinds = [member for member in get_args(kind) or (kind,) if member is not type(None)]
     names = [_metavar(member) if get_args(member) else member.__name__.upper() for member in kinds]
     return "|".join(names)
-
-
-def _help_of(cls: type[Any]) -> dict[str, str]:
-    """Return the docstring below each option of a dataclass, as one line."""
-    bases = reversed(cls.__mro__[:-1])
-    items = [item for base in bases for item in parse_from_object(base).params]
-    return {item.arg_name: " ".join((item.description or "").split()) for item in items}
