@@ -17,7 +17,15 @@ import torch
 from benchmarks.rows import Row, Setup
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
-PACKAGES = ("torch", "transformers", "accelerate", "geotorch", "orthogonium")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "geotorch",
+    "geoopt",
+    "orthogonium",
+    "deel-torchlip",
+)
 Json = dict[str, Any]
 
 

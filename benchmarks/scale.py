@@ -59,6 +59,8 @@ class Scaled:
     attention: tuple[str, ...] = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj")
     networks: tuple[str, ...] = ("*.gate_proj", "*.up_proj", "*.down_proj")
     strengths: tuple[str, ...] = ("attention", "feedforward")
+    has_constrained_experts: bool = False
+    """Whether ``networks`` are the experts; else they are weights of all tokens."""
 
 
 def llama(width: int, heads: int, inner: int) -> Callable[[Size], nn.Module]:
@@ -98,10 +100,44 @@ def deepseek(size: Size) -> nn.Module:
     return model
 
 
+def mixtral(size: Size) -> nn.Module:
+    """Return Mixtral 8x7B with one module per expert, as in its checkpoint."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
+
+    config = MixtralConfig(num_hidden_layers=size.sparse)
+    model = MixtralForCausalLM(config)
+    for layer in list(model.model.layers):
+        block: Any = layer.mlp
+        experts = [Qwen3MoeMLP(config, config.intermediate_size) for _ in range(size.experts)]
+        block.experts = nn.ModuleList(experts)
+    return model
+
+
+def qwen3_moe(size: Size) -> nn.Module:
+    """Return Qwen3-235B-A22B with one module per expert, as in its checkpoint."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
+
+    config = Qwen3MoeConfig(
+        hidden_size=4096, num_hidden_layers=size.sparse, num_attention_heads=64, head_dim=128,
+        num_key_value_heads=4, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8,
+        vocab_size=151936,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    for layer in list(model.model.layers):
+        block: Any = layer.mlp
+        experts = [Qwen3MoeMLP(config, config.moe_intermediate_size) for _ in range(size.experts)]
+        block.experts = nn.ModuleList(experts)
+    return model
+
+
 MODELS = {
     "Llama-3 8B": Scaled(llama(4096, 32, 14336), Size(32)),
     "Llama-3 70B": Scaled(llama(8192, 64, 28672), Size(80)),
     "Llama-3 405B": Scaled(llama(16384, 128, 53248), Size(126)),
+    "Mixtral 8x7B": Scaled(mixtral, Size(0, 32, 8), has_constrained_experts=True),
+    "Qwen3-235B-A22B": Scaled(qwen3_moe, Size(0, 94, 128), networks=()),
     "DeepSeek-V3": Scaled(deepseek, Size(3, 58, 256), LATENT, DENSE, ("feedforward",)),
 }
 
@@ -194,7 +230,9 @@ def plans(name: str, ranks: int, only: tuple[str, ...] = ()) -> Iterator[tuple[s
         "attention_mode": "separate",
         **dict.fromkeys(model.strengths, 1e-4),
     }
-    few = replace(model.full, experts=min(1, model.full.experts))  # experts are not constrained
+    few = model.full
+    if not model.has_constrained_experts:
+        few = replace(few, experts=min(1, few.experts))
     rows: dict[str, Callable[[Any], Plan]] = {
         "constrain_ orthogonal": lambda mesh: constrained(
             model, few, mesh, model.attention, "orthogonal"
@@ -276,9 +314,11 @@ Under FSDP2, plan after `fully_shard`. A `wellposed.plan.Plan` also has `matrice
   weights, all of which leave the set in each step. The penalty is on the same weights, each by itself.
 - `Monitor` measures all weights, without vital signs, in one step of 100 (default). It is counted on the first rank,
   which works on the costliest weight. So the share is that of the busiest rank, and FLOPs assume equally busy ranks.
-- In DeepSeek-V3 each expert is a module, as in its checkpoint. `constrain_` constrains the weights of all tokens, not
-  the 256 experts of a layer. Penalty and `Monitor` cover all feed-forward weights, experts included: names alone do not
-  reveal the weights of latent attention.
+  With many experts on few ranks both are too low: in the small sizes that are counted, it has that weight alone.
+- Each expert is a module, as in the checkpoints. In Mixtral all of them are constrained. In DeepSeek-V3 and Qwen3-MoE
+  `constrain_` constrains the weights of all tokens (in Qwen3-MoE attention), not the 256 or 128 experts of a layer.
+  Penalty and `Monitor` cover all feed-forward weights, experts included. In DeepSeek-V3 they leave out attention: names
+  alone do not reveal the weights of latent attention.
 - Weights are in float32. Plans of `constrain_` are of all layers. Penalty and `Monitor` are counted on two small sizes
   of the model, and each additional layer or expert costs the difference. This does not give memory with experts."""
 

@@ -68,6 +68,25 @@ def test_the_page_is_that_of_the_results_and_says_why_each_goal_is_missed(runner
     assert [row for row in missed if not re.search(r"\*\* \(\d+\) \|$", row)] == []
 
 
+def test_peers_are_named_with_their_versions_and_the_missing_ones_are_said(
+    runner, tmp_path, capsys
+):
+    assert runner.main(["peers", "--quick", "--rounds", "3", "--out", str(tmp_path)]) == 0
+    peers = importlib.import_module("benchmarks.peers").PEERS
+    names = [row["name"] for row in rows_in(tmp_path, "peers")]
+    output = capsys.readouterr().out
+    for peer in peers:
+        title = peer.title()
+        if title is None:
+            assert f"{peer.package} is not installed" in output
+        else:
+            assert importlib.metadata.version(peer.package).partition("+")[0] in title
+            measured = [name for name in names if f"{title}, 16" in name]
+            assert len(measured) == 3  # step, inference, error
+    assert len({peer.title() for peer in peers if peer.package == "torch"}) == 7
+    assert sum(name.startswith("spectral step / spectral_norm") for name in names) == 6
+
+
 def test_without_a_gpu_one_line_says_so(runner, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert runner.main(["--device", "cuda"]) == 0
