@@ -201,7 +201,7 @@ def test_learning_rates_are_drawn_as_medians_of_seeds(tmp_path, monkeypatch):
     picture = GALLERY["picture"]("rates", GALLERY["draw_rates"])
     assert all(f">{label}</text>" in picture for label in labels)
     assert used["INK"] not in picture
-    monkeypatch.setitem(used, "draw", lambda panels, path: drawn.extend(panels))
+    monkeypatch.setitem(used, "draw", lambda panels, path, **_: drawn.extend(panels))
     GALLERY["draw_rates"](tmp_path / "rates.svg")
     assert [(panel.title, panel.x_scale) for panel in drawn] == [
         ("post-LN", "log"),
@@ -252,3 +252,12 @@ class TestInBrowser:
         with Image.open(taken) as image:
             assert image.size == (width, GALLERY["HEIGHT"])
             assert image.convert("RGB").getcolors() == [(width * GALLERY["HEIGHT"], (0, 0, 255))]
+
+
+def test_letters_of_the_front_page_can_be_read_on_a_phone():
+    """A picture is scaled down to the 374 pixels of the text; the legend has letters of 8 points."""
+    picture = (ROOT / "docs" / "assets" / "gallery" / "rates.svg").read_text("utf-8")
+    width = float(re.search(r'width="([\d.]+)pt"', picture)[1])
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:[a-z]+ )?([\d.]+)px", picture)]
+    assert len(sizes) > 10
+    assert min(sizes) * min(1.0, 374 / width) >= 8

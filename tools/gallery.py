@@ -78,7 +78,7 @@ def draw_rates(path: Path) -> None:
         ]
         curves = medians(rows, "rate", "test", by="cap")
         panels.append(Panel(norm, "learning rate", "test loss (nats)", curves, "log"))
-    draw(panels, path)
+    draw(panels, path, columns=1)  # on a phone, two beside each other have letters of six pixels
 
 
 def draw_depth(folder: Path, path: Path) -> None:
