@@ -39,6 +39,19 @@ class Odd(nn.Module):
         )
 
 
+class Direct(nn.Module):
+    """A layer that runs its attention by `forward`, or calls it."""
+
+    def __init__(self, *, called):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.called = called
+
+    def forward(self, x):
+        run = self.attention if self.called else self.attention.forward
+        return run(x, x, x, need_weights=False)[0]
+
+
 def encoder():
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
@@ -125,6 +138,17 @@ class Case:
         model, tokenizer = self.windows()
         return model(input_ids=torch.stack(WordCertificate(model, tokenizer).encode(["good film"])))
 
+    def direct(self, *, called):
+        model = nn.Sequential(Direct(called=called), Direct(called=called))
+        penalty = wp.OrthogonalityPenalty(model, affinity=1e-2)
+        output = model(torch.randn(2, 5, 16))
+        return output.sum() + penalty()
+
+    def decoded(self, decode):
+        model, tokenizer = self.windows()
+        certificate = WordCertificate(model, tokenizer)
+        return decode(certificate, certificate.encode(["good film"]))
+
     def padded(self, pad=False):
         tokenizer = byte_level_bpe(["oil"])
         if pad:
@@ -161,6 +185,10 @@ class Case:
         return self.cli(f"{words} --model.hidden-size 8 --quiet --out run {' '.join(options)}")
 
 
+DECODE = {
+    True: lambda certificate, ids: certificate.decode(ids) == ["good film"],
+    False: lambda certificate, ids: certificate.tokenizer.decode(ids[0]),
+}
 CERTIFIED = {"seq_len": 4, "radius": 1.0}
 LOAD = {
     True: lambda folder: wp.models.load_saved_model(folder),
@@ -203,6 +231,10 @@ CASES = {
         lambda case: case.in_half(),
         lambda case: case.in_half(torch.float32),
     ),
+    "passes hooks by": (
+        lambda case: case.direct(called=False),
+        lambda case: case.direct(called=True),
+    ),
     "unknown keyword of OrthogonalityPenalty": (
         lambda case: wp.OrthogonalityPenalty(encoder(), quary=1e-2),
         lambda case: wp.OrthogonalityPenalty(encoder(), query=1e-2),
@@ -222,6 +254,10 @@ CASES = {
     "were not encoded for this model's windows": (
         lambda case: case.own_ids(),
         lambda case: case.encoded_ids(),
+    ),
+    "number too small to fit in target type": (
+        lambda case: case.decoded(DECODE[False]),
+        lambda case: case.decoded(DECODE[True]),
     ),
     "this tokenizer has no padding token": (
         lambda case: case.padded(),

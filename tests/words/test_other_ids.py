@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.support.refusal import refuses_config
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     BertConfig,
@@ -15,9 +16,14 @@ from transformers import (
     DataCollatorWithPadding,
     GPT2Config,
     GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
 )
 
-from wellposed.models import WindowsForSequenceClassification
+from wellposed.models import (
+    WellposedConfig,
+    WellposedForSequenceClassification,
+    WindowsForSequenceClassification,
+)
 from wellposed.words import WordCertificate, encode_words, read_in_windows, window_options
 
 TEXTS = ["a good film with a happy end", "bad film", "the bad and the good film end"]
@@ -187,3 +193,48 @@ def test_words_of_about_one_length_are_never_cut(caplog):
         len(bert_pieces()(f" {w}", add_special_tokens=False)["input_ids"]) for w in TEXTS[0].split()
     ]
     assert options["word_tokens"] >= max(sizes)
+
+
+@functools.cache
+def bag_of_words():
+    words = ["[PAD]", "[UNK]", *sorted({word for text in TEXTS for word in text.split()})]
+    inner = Tokenizer(models.WordLevel({word: row for row, word in enumerate(words)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "split_special_tokens": True}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    bag = {"num_hidden_layers": 0, "norm": "none", "position": "none", "pooling": "mean"}
+    sizes = {"vocab_size": len(words), "hidden_size": 4, "num_attention_heads": 1}
+    return WellposedForSequenceClassification(WellposedConfig(**bag, **sizes)).eval(), tokenizer
+
+
+DECODED = {kind: functools.partial(windows_of, kind) for kind in TOKENIZERS}
+DECODED["bag of words"] = bag_of_words
+
+
+@pytest.mark.parametrize("kind", DECODED)
+def test_ids_of_encode_are_decoded_padded_or_not(kind):
+    certificate = WordCertificate(*DECODED[kind]())
+    ids = certificate.encode(TEXTS)
+    assert certificate.decode(ids) == TEXTS
+    assert certificate.decode(row.tolist() for row in ids) == TEXTS
+    blank = certificate.tokenizer.pad_token_id
+    assert certificate.decode(pad_sequence(ids, batch_first=True, padding_value=blank)) == TEXTS
+
+
+@pytest.mark.parametrize("ids", ["whole texts", "marks missing", "twice the tokens"])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_decode_refuses_ids_of_another_encoding(kind, ids):
+    windows, tokenizer = windows_of(kind)
+    batch = OTHER[ids](windows, tokenizer)["input_ids"]
+    decode = WordCertificate(windows, tokenizer).decode
+    refuses_config("not encoded for this model's windows", decode, batch)
+
+
+def test_decode_shows_where_a_word_was_cut():
+    windows, tokenizer = windows_of("bytes")
+    certificate = WordCertificate(windows, tokenizer)
+    [text] = certificate.decode(certificate.encode(["film badbadbadbadbadbadbadbadbadbad"]))
+    first, second = text.split()
+    assert first == "film"
+    assert second != "bad" * 10
+    assert ("bad" * 10).startswith(second)

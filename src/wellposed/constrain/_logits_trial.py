@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from wellposed.constrain._logits import HeldAttention, places_of, scale_, scaled_parameters
 from wellposed.errors import ConfigError, is_about_resources, listed
 from wellposed.hooks import (
+    PAST_HOOKS,
     AttentionCall,
     AttentionWatcher,
     MultiheadCall,
@@ -82,9 +83,12 @@ class _Passes:
         self._batch = batch
         self._logits: dict[str, Tensor] = {}
         self._inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.called: set[str] = set()
         # A part of a sharded model has no weights outside of a pass of the whole.
         self._can_repeat = not any(map(is_fsdp_module, model.modules()))
         undo.hook(AttentionWatcher, model, [weight.role for weight in weights], self._see)
+        for weight in weights:
+            undo.hook(weight.module.register_forward_hook, self._call(weight))
         for weight in weights if self._can_repeat else ():
             # Before others, which may change what it is called with: they will again.
             undo.hook(
@@ -138,6 +142,9 @@ class _Passes:
             return False
         return True
 
+    def _call(self, weight: HeldAttention) -> Any:
+        return lambda *_: self.called.add(weight.role.path)
+
     def _note(self, weight: HeldAttention) -> Any:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inputs.setdefault(weight.role.path, tree_map(_unchanging, (args, kwargs)))
@@ -167,7 +174,8 @@ def _problem(weight: HeldAttention, passes: _Passes) -> str | None:
     before = passes.first.get(weight.role.path)
     after = _scaled_logits(weight, factors, passes)
     if before is None or after is None or len(before) != len(factors):
-        return f"no logits of {len(factors)} heads were seen"
+        past = f": {PAST_HOOKS}" if weight.role.path not in passes.called else ""
+        return f"no logits of {len(factors)} heads were seen{past}"
 
     # Scaling may bring a key near enough to the others to be open, or the reverse.
     closed = before.isneginf() | after.isneginf()

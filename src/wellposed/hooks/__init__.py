@@ -8,10 +8,12 @@ from wellposed.hooks._attention_calls import MultiheadCall as MultiheadCall
 from wellposed.hooks._attention_calls import ScaledDotProductCall as ScaledDotProductCall
 from wellposed.hooks._attention_calls import SoftmaxCall as SoftmaxCall
 from wellposed.hooks._attention_calls import largest_logits as largest_logits
+from wellposed.hooks._calls import PAST_HOOKS as PAST_HOOKS
 from wellposed.hooks._calls import hooks_in_call as hooks_in_call
 from wellposed.hooks._calls import is_tracked as is_tracked
 from wellposed.hooks._calls import may_change as may_change
 from wellposed.hooks._calls import replaced_method as replaced_method
+from wellposed.hooks._calls import run_past_hooks as run_past_hooks
 from wellposed.hooks._calls import without_backward_hooks as without_backward_hooks
 from wellposed.hooks._copies import register as register
 from wellposed.hooks._lifetime import WhileAlive as WhileAlive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,21 @@ def may_change(hook: Any) -> bool:
     """
     observes_only = getattr(hook, "observes_only", False) is True
     return not (observes_only or is_of_fsdp(hook) or is_tracker(hook))
+
+
+PAST_HOOKS = "a model that runs attention.forward(...) passes hooks by; write attention(...) there"
+"""Why a module that computed was not seen, and what to write."""
+
+
+def run_past_hooks(paths: Iterable[str], called: Collection[str]) -> list[str]:
+    """Return the modules that no hook saw run, though hooks saw modules inside of them.
+
+    Args:
+        paths: Modules that are expected to run.
+        called: All modules whose hooks ran.
+    """
+    missed = [path for path in paths if path not in called]
+    return [path for path in missed if any(inner.startswith(f"{path}.") for inner in called)]
 
 
 def replaced_method(module: nn.Module) -> str | None:

@@ -37,6 +37,7 @@ def measure_activations(
     points = _points(roles)
     names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
     sums: list[tuple[str, Tensor]] = []
+    called: set[str] = set()
 
     def attended(role: AttentionRole, calls: Sequence[tuple[hooks.AttentionCall, Tensor]]) -> None:
         for call, _ in calls:
@@ -55,6 +56,9 @@ def measure_activations(
         for point in points:
             hook = hooks.ObservingHook(returned, point)
             undo.hook(model.get_submodule(point.module).register_forward_hook, hook)
+        for path, module in model.named_modules():
+            hook = hooks.ObservingHook(lambda path, *_: called.add(path), path)
+            undo.hook(module.register_forward_hook, hook)
         with hooks.quiet_run(model):
             hooks.call_model(model, batch)
     passes: dict[str, list[Tensor]] = defaultdict(list)
@@ -62,7 +66,8 @@ def measure_activations(
         passes[name].append(numbers)
     rows = [_row(point, passes[point.path], passes[f"{point.path} heads"]) for point in points]
     masked = sum(int(t[-1].amax()) for name in passes for t in passes[name] if t.ndim > 1)
-    return rows, _notes(rows, masked)
+    past = hooks.run_past_hooks([point.module for point in points], called)
+    return rows, _notes(rows, masked, past)
 
 
 def _of_tokens(tokens: Tensor, real: Tensor | None, *, turned: bool) -> Tensor:
@@ -104,14 +109,16 @@ def _row(point: _Point, tokens: Sequence[Tensor], heads: Sequence[Tensor]) -> di
     return row
 
 
-def _notes(rows: Sequence[Mapping[str, Any]], masked: int) -> list[str]:
-    silent = [row["path"] for row in rows if row["mean_norm"] is None]
+def _notes(rows: Sequence[Mapping[str, Any]], masked: int, past: Sequence[str]) -> list[str]:
+    silent = [row["path"] for row in rows if row["mean_norm"] is None and row["path"] not in past]
     attends = [row for row in rows if row["kind"].endswith("attention")]
     without = [row["path"] for row in attends if row["attention_entropy"] is None]
-    unseen = [path for path in without if path not in silent]
+    unseen = [path for path in without if path not in (*silent, *past)]
     notes = []
     if silent:
         notes.append(f"these modules gave no token vectors on this batch: {', '.join(silent)}")
+    if past:
+        notes.append(f"not seen: {', '.join(dict.fromkeys(past))}; {hooks.PAST_HOOKS}")
     if unseen:
         notes.append(
             f"attention weights were not seen in {', '.join(unseen)}: a fused kernel computes them;"

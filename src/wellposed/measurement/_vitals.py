@@ -97,6 +97,7 @@ class VitalSigns:
         attention = distinct_paths(roles.attention)
         heads = {path: f"{a.stack}.{a.layer}{crosses[a.kind]}" for path, a in attention.items()}
         names = _distinct(heads)
+        self._attention_paths = [role.path for role in attention.values()]
         self._attention = {id(role): names[path] for path, role in attention.items()}
         self._model = model
         self._roles = roles
@@ -113,6 +114,7 @@ class VitalSigns:
         self._before: list[Tensor] = []
         self._step: dict[tuple[str, str], Tensor] = {}
         self._unseen: set[str] = set()
+        self._called: set[str] = set()
         self._passes = 0
         self._is_forgotten = False
 
@@ -167,8 +169,16 @@ class VitalSigns:
                 " place: %s",
                 ", ".join(new),
             )
+        self._warn_past_hooks()
         self._begin()
         return numbers, next(iter(broken), None)
+
+    def _warn_past_hooks(self) -> None:
+        past = hooks.run_past_hooks(self._attention_paths, self._called)
+        new = [path for path in dict.fromkeys(past) if path not in self._warned]
+        if new:
+            self._warned.update(new)
+            logger.warning("Monitor: no logits of %s: %s", ", ".join(new), hooks.PAST_HOOKS)
 
     def remove(self) -> None:
         """Remove every hook from the model and the optimizer, and forget what was not taken."""
@@ -210,7 +220,10 @@ class VitalSigns:
             self._unseen.add(name)
 
     def _returned(self, path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        tokens = hooks.first_tensor(output) if self._counts() else None
+        counts = self._counts()
+        if counts:
+            self._called.add(path)
+        tokens = hooks.first_tensor(output) if counts else None
         if tokens is not None and tokens.numel():
             self._wait(path, None, [tokens.detach()])
         if not path and not self._is_forgotten:

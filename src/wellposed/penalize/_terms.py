@@ -262,6 +262,7 @@ class AffinityCapture:
         self._is_due, self._ran, self._is_watching = is_due, False, False
         self._entered: set[str] = set()
         self._skipped: set[str] = set()
+        self._inside: set[str] = set()
         self._seen: dict[str, list[Callable[[], hooks.AttentionCall | None]]] = {}
         self._handles: list[Any] = []
         with all_or_nothing() as undo:
@@ -272,6 +273,8 @@ class AffinityCapture:
             watched = (model, attention, self._receive)
             self._watcher = hooks.AttentionWatcher(*watched, wanted=self._is_wanted)
             self._handles.append(self._watcher)
+            for path in self.attention:
+                self._watch_inside(model, path)
 
     def take(self) -> list[tuple[AttentionRole, hooks.AttentionCall]]:
         """Return, once, the calls of the last forward pass; raise if none ran or some were
@@ -284,7 +287,12 @@ class AffinityCapture:
             )
         noted = {path: [ref() for ref in refs] for path, refs in self._seen.items()}
         hidden = sorted(self._entered - noted.keys() - self._skipped)
+        past = hooks.run_past_hooks(self._names.values(), self._entered | self._inside)
         self._entered, self._seen, self._ran = set(), {}, False
+        if noted and past:
+            raise ConfigError(
+                f"the affinity penalty did not see {listed(sorted(past))}\n{hooks.PAST_HOOKS}"
+            )
         if hidden:
             raise ConfigError(
                 "affinities cannot be seen in attention that runs neither scaled_dot_product_attention,"
@@ -301,9 +309,9 @@ class AffinityCapture:
             )
         if not noted:
             raise ConfigError(
-                "no self-attention ran over plain tensors and its own tokens in the last forward pass"
-                " (torch.nn.TransformerEncoder in evaluation may use nested tensors; build it with"
-                " enable_nested_tensor=False)"
+                "no self-attention was seen over plain tensors and its own tokens in the last forward"
+                f" pass: {hooks.PAST_HOOKS} (torch.nn.TransformerEncoder in evaluation may use nested"
+                " tensors; build it with enable_nested_tensor=False)"
             )
         return calls
 
@@ -316,7 +324,21 @@ class AffinityCapture:
     def _begin(self, *_: Any) -> None:
         self._watcher.forget()
         self._seen, self._entered, self._skipped = {}, set(), set()
+        self._inside = set()
         self._is_watching = self._ran = self._is_due()
+
+    def _watch_inside(self, model: nn.Module, path: str) -> None:
+        """Note that a part of an attention ran: it should be seen itself, then."""
+        module = model.get_submodule(self.attention[path].path)
+        weighted = (name for name, part in module.named_modules() if name and [*part.parameters()])
+        if (name := next(weighted, None)) is not None:
+            hook = hooks.ObservingHook(self._ran_inside, f"{path}.{name}")
+            part = module.get_submodule(name)
+            self._handles.append(hooks.register(part.register_forward_hook, hook))
+
+    def _ran_inside(self, path: str, *_: Any) -> None:
+        if self._is_watching:
+            self._inside.add(path)
 
     def _end(self, *_: Any) -> None:
         self._is_watching = False

@@ -214,6 +214,8 @@ class WordCertificate:
     def encode(self, texts: Sequence[str]) -> list[Tensor]:
         """Return the token ids of each text, cut to the length that the model reads.
 
+        Ids of windows have a negative mark before each word, which no tokenizer decodes: see `decode`.
+
         Raises:
             ShapeError: a text without words.
         """
@@ -224,6 +226,17 @@ class WordCertificate:
                 " of 1 word or more"
             )
         return [ids[: self.max_length * self.reader.tokens] for ids in encoded]
+
+    def decode(self, ids: Iterable[Tensor]) -> list[str]:
+        """Return the texts of the ids that `encode` returns, padded or not, with a blank between words.
+
+        Words that windows cut have their first tokens; words unknown to the tokenizer are its unknown
+        token.
+
+        Raises:
+            ConfigError: the ids were not encoded for this model's windows.
+        """
+        return [self.reader.decode(torch.as_tensor(row)) for row in ids]
 
     def accuracy(
         self,

@@ -57,6 +57,27 @@ class WindowReader:
         """Return the ids of a text, word after word."""
         return self._rows([split_words(text)])[0]
 
+    def decode(self, ids: Tensor) -> str:
+        """Return the words of a text as the model reads them: of a long one, the first tokens.
+
+        Raises:
+            ConfigError: the ids were not encoded for these windows.
+        """
+        blank = self.model.config.pad_token_id
+        words: list[str] = []
+        for row in ids.split(self.tokens):
+            tokens = row.tolist()
+            if set(tokens) == {blank}:
+                continue
+            if self.mark is not None and tokens[0] != self.mark:
+                raise ConfigError(
+                    f"decode: word {len(words)} begins with {tokens[0]}, expected the mark {self.mark}:"
+                    " these ids were not encoded for this model's windows; use tokenizer.decode(ids)"
+                )
+            plain = [token for token in tokens if token not in (self.mark, blank)]
+            words.append(self.tokenizer.decode(plain).strip())
+        return " ".join(words)
+
     def names(self, ids: Tensor) -> list[str]:
         """Return the windows as text."""
         unknown = self.tokenizer.unk_token_id

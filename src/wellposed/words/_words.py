@@ -94,6 +94,10 @@ class WordReader:
         """Return the ids of a text."""
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
 
+    def decode(self, ids: Tensor) -> str:
+        """Return the words of a text, without padding."""
+        return " ".join(self.names(ids[ids != self.tokenizer.pad_token_id]))
+
     def names(self, ids: Tensor) -> list[str]:
         """Return words as text, or as the number of their row."""
         words = zip(self.tokenizer.convert_ids_to_tokens(ids.tolist()), ids.tolist(), strict=True)
