@@ -69,8 +69,8 @@ def monitored(model, x, caplog):
         optimizer.step()
         numbers = monitor.step()
     assert caplog.text.count(ADVICE) <= 1
-    seen = sum("logit_max" in name for name in numbers)
-    assert seen == HEADS * sum(type(layer) is Called for layer in model)
+    heads = sum("logit_max" in name for name in numbers)
+    assert heads == HEADS * sum(type(layer) is Called for layer in model)
     return caplog.text
 
 
