@@ -209,7 +209,8 @@ def _begin(
         else:
             handle.attach()
             say_moves(logger, summary, handle.report.moved)
-            if warning := half_warning(handle.weights):
+            warning = half_warning(handle.weights)
+            if warning:
                 logger.warning("%s", warning)
         return handle
     except BaseException:
@@ -363,7 +364,8 @@ def _merge_tied(model: nn.Module, chosen: list[WeightSlice]) -> list[WeightSlice
     merged: dict[object, WeightSlice] = {}
     for index, place in enumerate(chosen):
         key = index if place.parameter is None else (id(place.parameter), place.expert, place.rows)
-        name_here, known = place.parameter_name, names.get(id(place.parameter), [])
+        name_here = place.parameter_name
+        known = names.get(id(place.parameter), [])
         others = tuple(name for name in known if name != name_here)
         if others and key not in merged:
             logger.warning("%s is tied to %s; constrained once", name_here, ", ".join(others))
@@ -387,7 +389,8 @@ def _check(
     wrong: list[tuple[str, ConfigError | ShapeError]] = []
     for place in places:
         key = id(place.parameter)
-        holders, is_tall = owners.get(key, []), key in tall_tables
+        holders = owners.get(key, [])
+        is_tall = key in tall_tables
         problems = _problems(place, holders, kinds, is_tall_table=is_tall)
         wrong += [(place.label, problem) for problem in islice(problems, 1)]
     if wrong:
@@ -461,7 +464,9 @@ def _check_values(places: Sequence[WeightSlice], to: Set, *, needs_size: bool) -
     """Refuse values without a nearest matrix in the set: not finite, zero columns, or all zero."""
     empty: list[str] = []
     broken: list[str] = []
-    if meta := [place.label for place in places if place.parameter.is_meta]:  # pyright: ignore
+    stored = [(place.label, place.parameter) for place in places]
+    meta = [label for label, parameter in stored if parameter is not None and parameter.is_meta]
+    if meta:
         problem = "constrain_: on the meta device, without values; load the weights first, or plan"
         raise ConfigError(f"{problem} with dry_run=True:\n{listed(meta)}")
     wholes = Wholes()

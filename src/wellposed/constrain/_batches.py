@@ -9,7 +9,8 @@ from wellposed.linalg import in_stacks
 
 # Entries of one stacked operand. Several copies of it fit in a CPU's cache, or in about 400 MB in
 # float32 on an accelerator, and wherever `batched=True` asks for few launches.
-_CPU_ENTRIES, ENTRIES = 2**18, 2**24
+_CPU_ENTRIES = 2**18
+ENTRIES = 2**24
 
 
 def batches_of(

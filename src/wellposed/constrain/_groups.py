@@ -34,7 +34,8 @@ from wellposed.roles import (
 logger = logging.getLogger(__name__)
 
 Group: TypeAlias = dict[str, Any]
-_METHOD, _TRANSPOSED = "method", "transposed"
+_METHOD = "method"
+_TRANSPOSED = "transposed"
 _HIDDEN = frozenset((*ATTENTION, *FEEDFORWARD, "latent"))
 _GROUPS = Verb.by_name("parameter_groups", "model, weight_decay")
 _MUON = Verb.by_name("MuonAndAdamW", "model", "muon")

@@ -74,7 +74,8 @@ class Constraint:
         self.weights = tuple(weights)
         parameters = {id(place.parameter) for weight in self.weights for place in weight.slices}
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
-        self._model, self._names = model, names
+        self._model = model
+        self._names = names
         views = (WeightView(place.module_path, place.module, place.name) for place in names)
         self._calls = CallWatch(model, views)
         self.report = ConstraintReport(())
@@ -264,7 +265,8 @@ class Constraint:
             for w, value in pairs
             if value != 0
         }
-        if refused := [line for line, by in decayed.items() if reads_weight_size(by)]:
+        refused = [line for line, by in decayed.items() if reads_weight_size(by)]
+        if refused:
             raise ConfigError(
                 "constrain_: these weights may not decay: their optimizer computes steps from them,"
                 " so decay cannot be left out exactly. Put them in a group with weight_decay=0, as"
@@ -376,7 +378,8 @@ class Constraint:
                         for weight in ahead:
                             weight.drift = math.inf
                     yield ahead, taken
-                waiting, entries = [], 0
+                waiting = []
+                entries = 0
 
     def _retract_group(
         self, group: list[ConstrainedMatrix], taken: Retraction | None = None
@@ -458,7 +461,8 @@ class Constraint:
 def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Warn once, in a copy of a constrained optimizer, that its weights are not constrained."""
     if paths:
-        kind, lines = type(optimizer).__name__, listed(paths)
+        kind = type(optimizer).__name__
+        lines = listed(paths)
         paths.clear()
         warnings.warn(
             f"this {kind} is a copy (deepcopy, pickle, torch.load) of one whose weights are"
@@ -474,7 +478,8 @@ def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) 
 def _reduced(optimizer: Optimizer) -> Any:
     """Reduce an optimizer for copy and pickle, with a hook that warns in place of constraints."""
     reduced: Any = optimizer.__reduce_ex__(4)
-    if not (paths := [path for handle in handles_of(optimizer) for path in handle.paths]):
+    paths = [path for handle in handles_of(optimizer) for path in handle.paths]
+    if not paths:
         return reduced
     make, arguments, state, *others = reduced
     hooks = OrderedDict([(_LOST, partial(_say_lost, paths))])

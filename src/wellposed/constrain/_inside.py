@@ -110,5 +110,6 @@ def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
 
 def _distance(value: Tensor, copy: Tensor) -> Tensor:
     if value.dtype in (torch.float16, torch.bfloat16):
-        value, copy = value.float(), copy.float()
+        value = value.float()
+        copy = copy.float()
     return torch.linalg.vector_norm(value - copy, dtype=torch.float64)

@@ -33,7 +33,10 @@ from wellposed.roles import AttentionRole, Roles, WeightView
 _IN_PROJECTION = {"q_proj_weight": 0, "k_proj_weight": 1}
 # The largest growth in one step of a logit near the bound is remembered. It decays with each step;
 # a power above 1 leaves room for a larger one.
-_NEAR, _MOST, _MEMORY, _POWER = 0.5, 2.0, 0.995, 1.5
+_NEAR = 0.5
+_MOST = 2.0
+_MEMORY = 0.995
+_POWER = 1.5
 _NOTES = "wellposed_logits"
 """Key in the optimizer's state: the growth, and each head's last largest logit."""
 
@@ -50,7 +53,8 @@ class HeadRows:
     @property
     def place(self) -> WeightSlice:
         """The parameter, for the checks that every constrained weight passes."""
-        view, parameter = self.view, self.view.parameter
+        view = self.view
+        parameter = self.view.parameter
         plain = parameter if isinstance(parameter, nn.Parameter) else None
         transposed = view.transposed
         return WeightSlice(
@@ -59,9 +63,11 @@ class HeadRows:
 
     def stored(self) -> Iterator[tuple[Tensor, int, int]]:
         """Yield weight, and bias if there is one, with their output dimension and first row."""
-        owner, attribute = self.view.owner, self.view.attribute
+        owner = self.view.owner
+        attribute = self.view.attribute
         yield self.view.parameter, int(self.view.transposed), 0
-        bias, start = getattr(owner, "bias", None), 0
+        bias = getattr(owner, "bias", None)
+        start = 0
         if isinstance(owner, nn.MultiheadAttention):
             bias = owner.in_proj_bias
             start = _IN_PROJECTION.get(attribute, 0) * owner.embed_dim
@@ -104,7 +110,8 @@ def scaled_parameters(parts: Sequence[HeadRows], num_heads: int) -> list[ScaledP
 def _cut(scaled: ScaledParameter) -> ScaledParameter:
     """Restrict the rows of a parameter to those of this process."""
     parameter: Any = scaled.parameter
-    cut, placements = cut_of(parameter), getattr(parameter, "placements", ())
+    cut = cut_of(parameter)
+    placements = getattr(parameter, "placements", ())
     if cut is None and not all(placement.is_replicate() for placement in placements):
         raise ConfigError(
             "constrain_: to='logits' scales rows of weights that are cut once, as by fully_shard;"
@@ -113,7 +120,8 @@ def _cut(scaled: ScaledParameter) -> ScaledParameter:
     mine = slice(None)
     if cut is not None and cut.dim == scaled.outputs:
         mine = slice(*cut.span(len(scaled.heads), cut.rank))
-    heads, powers = scaled.heads.to(parameter.device), scaled.powers.to(parameter.device)
+    heads = scaled.heads.to(parameter.device)
+    powers = scaled.powers.to(parameter.device)
     return replace(scaled, heads=heads[mine], powers=powers[mine])
 
 
@@ -177,7 +185,8 @@ class Logits(MatrixSet):
         del work
         broken: list[str] = []
         for module in matrices:
-            late, module.late = module.late, None
+            late = module.late
+            module.late = None
             if late is not None and late[0].values[late[1]] == torch.inf:
                 broken.append(module.path)
         if broken:
@@ -190,7 +199,8 @@ class Logits(MatrixSet):
     def retract(self, matrices: Sequence[HeldAttention], work: Workspace) -> Retraction:
         """Scale heads whose largest logit would be above the bound after another such step."""
         del work
-        size, first = self.size, matrices[0]
+        size = self.size
+        first = matrices[0]
         if first.is_unseen:  # then all are, by their batch_key
             return Retraction("unseen")
         none = torch.full((self.num_heads,), -torch.inf, device=first.parameter.device)
@@ -214,7 +224,9 @@ class Logits(MatrixSet):
         peaks = peaks[:, 0]
         late = LateNumbers(peaks)
         for row, module in enumerate(matrices):
-            module.largest, module.peak, module.late = None, peaks[row], (late, row)
+            module.largest = None
+            module.peak = peaks[row]
+            module.late = (late, row)
             module.keep(notes[row])
         modules = [module.scaled for module in matrices]
         if first.places is None or first.places[0] != (modules, none.device):
@@ -271,9 +283,9 @@ class HeldAttention(ConstrainedMatrix):
 
     def watch(self, handles: list[Any]) -> None:
         """Watch the forward passes that have gradients."""
-        role, wanted = replace(self.role, path=""), lambda _: torch.is_grad_enabled()
+        role = replace(self.role, path="")
         # In one line, so that no interrupt comes between the two.
-        handles.append(AttentionWatcher(self.module, [role], self._see, wanted=wanted))
+        handles.append(AttentionWatcher(self.module, [role], self._see, wanted=_with_gradients))
 
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
@@ -283,7 +295,8 @@ class HeldAttention(ConstrainedMatrix):
 
     def note(self) -> Tensor:
         """Return the largest growth of a logit near the bound, and each head's last logit."""
-        state, device = self.optimizer.state.get(self.parameter, {}), self.parameter.device
+        state = self.optimizer.state.get(self.parameter, {})
+        device = self.parameter.device
         saved = state.get(_NOTES)
         if saved is None:
             return nn.functional.pad(torch.ones(1, device=device), (0, self.entries))
@@ -297,6 +310,10 @@ class HeldAttention(ConstrainedMatrix):
         # Other optimizers than SGD may mistake the note for their own initialised state.
         if self.optimizer.state.get(self.parameter) or type(self.optimizer) is torch.optim.SGD:
             self.optimizer.state[self.parameter][_NOTES] = note.view(torch.uint8)
+
+
+def _with_gradients(_: AttentionRole) -> bool:
+    return torch.is_grad_enabled()
 
 
 def _in_ranks() -> bool:
@@ -341,7 +358,8 @@ def attention_of(
         for r in roles
         if {"query", "key"} <= {*r.heads} and "query" not in dict(r.extra_projections)
     ]
-    if unknown := [role.path for role in roles if role not in known]:
+    unknown = [role.path for role in roles if role not in known]
+    if unknown:
         raise ConfigError(
             "constrain_: to='logits' scales rows by head, and the rows of these heads are unknown, or"
             f" several weights make a query:\n{listed(unknown)}"
@@ -358,7 +376,9 @@ def head_rows(role: AttentionRole) -> list[HeadRows]:
     grouped = len(role.heads["key"]) != len(role.heads["query"])
     result: list[HeadRows] = []
     for name in ("query",) if grouped else ("query", "key"):
-        heads, rows, powers = [], [], []
+        heads = []
+        rows = []
+        powers = []
         for head, spans in enumerate(role.heads[name]):
             indices = [row for span in spans for row in range(*span)]
             half = 0 if grouped else len(indices)

@@ -53,7 +53,8 @@ class ConstrainedMatrix:
 
     def __init__(self, place: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
         assert place.parameter is not None  # refused before otherwise
-        self.place, self.path = place, place.label
+        self.place = place
+        self.path = place.label
         self.slices: Sequence[WeightSlice] = [place]
         self.parameter: nn.Parameter = place.parameter
         self.optimizer = optimizer
@@ -140,7 +141,8 @@ class ConstrainedMatrix:
     @property
     def batch_key(self) -> tuple[object, ...] | None:
         """Key of matrices for one batched product; None for a matrix on its own."""
-        gradient, dtype = self.parameter.grad, self.parameter.dtype
+        gradient = self.parameter.grad
+        dtype = self.parameter.dtype
         if self.is_half or is_sharded(self.parameter):
             return None
         if self.set.keeps_master and (gradient is None or gradient.dtype != dtype):
@@ -179,7 +181,9 @@ class ConstrainedMatrix:
         self.gradient_is = "plain"
         self.spare = []
         self.proved_copy = self.top_vectors = None
-        self._state, self.drift, self.whole = None, math.inf, None
+        self._state = None
+        self.drift = math.inf
+        self.whole = None
         if self.is_half and self.master is None:
             self.adopt_master(None)
 
@@ -210,7 +214,8 @@ class ConstrainedMatrix:
             return False
         if self.is_square and are_lie(state):
             # The drift saved with these very weights continues the run bit for bit.
-            saved, point = state[LIE_MARK], self.value if self.master is None else self.master
+            saved = state[LIE_MARK]
+            point = self.value if self.master is None else self.master
             rounding = _ROUNDING * TOLERANCES[self.dtype]
             if saved is not None and self.set.error(read(point)) <= saved + rounding:
                 self.drift = saved

@@ -37,7 +37,8 @@ def are_lie(state: dict[str, Any]) -> bool:
         if moment.ndim != 2 or not 1 < moment.shape[0] == moment.shape[1]:
             continue
         matrix = read(moment).double() if moment.device.type != "mps" else moment.float()
-        mirrored, limit = matrix.mT, _ROUNDING * matrix.norm()
+        mirrored = matrix.mT
+        limit = _ROUNDING * matrix.norm()
         if not bool(torch.minimum((matrix + mirrored).norm(), (matrix - mirrored).norm()) <= limit):
             return False
     return True

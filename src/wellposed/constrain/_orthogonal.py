@@ -62,7 +62,8 @@ class Orthogonal(MatrixSet):
     def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
         """Do as the base class in one product; a size of NaN becomes the mean singular value."""
         point = tall(wide(stack.clone()))
-        gram, factors = gram_of(point), None
+        gram = gram_of(point)
+        factors = None
         sizes = [self.size] * len(stack)
         if math.isnan(self.size):
             factors = polar_factors(tall(stack), gram)
@@ -75,7 +76,8 @@ class Orthogonal(MatrixSet):
         away = gram / gains.square()
         away.diagonal(dim1=-2, dim2=-1).sub_(1.0)
         before = away.abs_().amax((-2, -1)).tolist()
-        if outside := [place for place, error in enumerate(before) if not error <= self.tolerance]:
+        outside = [place for place, error in enumerate(before) if not error <= self.tolerance]
+        if outside:
             some = outside if len(outside) < len(stack) else slice(None)  # views of all
             fitted = None if factors is None else factors[some]
             nearest = polar_factors(tall(stack[some]), gram[some]) if fitted is None else fitted
@@ -113,13 +115,15 @@ class Orthogonal(MatrixSet):
             is_same = work.bounds("edited", change, guess=(0.0,))[0] == 0.0
         if not is_same:
             for matrix in unchanged:
-                matrix.is_kept, matrix.drift = False, math.inf
+                matrix.is_kept = False
+                matrix.drift = math.inf
         elif work.is_ahead:
             copy_before(matrices)  # the guess may be wrong
 
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
         """Replace the optimizer's steps by steps along the manifold."""
-        first, values = matrices[0], [matrix.value for matrix in matrices]
+        first = matrices[0]
+        values = [matrix.value for matrix in matrices]
         moved = joined(values, first.dtype, "gradients", work, fresh=work.is_ahead)
         points = [matrix.point for matrix in matrices if matrix.point is not None]
         point = None

@@ -26,7 +26,10 @@ _SIDE = 32
 def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> Plan:
     """Return the plan of a handle; FLOPs and memory by a step of a small matrix outside its set."""
     ranks = ranks_of(weight.parameter for weight in weights)
-    flops, copies, shares, peak = [0] * ranks, [0] * ranks, [0] * ranks, 0
+    flops = [0] * ranks
+    copies = [0] * ranks
+    shares = [0] * ranks
+    peak = 0
     spare = 0
     alike = Counter((weight.shape, weight.owner) for weight in weights)
     for weight in weights:
@@ -42,7 +45,9 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
             spare += weight.entries * weight.parameter.itemsize // parts
         stacked = alike[weight.shape, weight.owner]
         peak = max(peak, memory * min(stacked, max(1, ENTRIES // weight.entries)))
-    calls, sent, buffers = 0, 0.0, 0
+    calls = 0
+    sent = 0.0
+    buffers = 0
     for pairs in by_kind(weights) if ranks > 1 else ():
         group = [matrix for matrix, _ in pairs]
         is_steered = group[0].set.is_steered
@@ -88,7 +93,8 @@ def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> t
     start_weights([matrix], dry_run=False)
     handle = Constraint(layer, [matrix], batched=True)
     handle.attach()
-    meter, first = Meter(), 0
+    meter = Meter()
+    first = 0
     for _ in range(2):
         first = meter.flops
         # A rotation, and outwards, so that every singular value leaves the bound.

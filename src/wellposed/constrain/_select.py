@@ -118,7 +118,8 @@ class WeightSlice:
         """Whether two matrices have numbers in common."""
         if self.parameter is not other.parameter or self.expert != other.expert:
             return False
-        mine, others = self.rows, other.rows
+        mine = self.rows
+        others = other.rows
         return mine is None or others is None or not set(mine).isdisjoint(others)
 
     @property
@@ -276,7 +277,8 @@ def _parts(place: WeightSlice, weights: Sequence[RoleWeight], *, per: Per) -> li
         roles=frozenset(weight.role for weight in weights),
         deviation=next(filter(None, around), place.deviation),
     )
-    parameter, entries = place.parameter, {weight.view.expert for weight in weights}
+    parameter = place.parameter
+    entries = {weight.view.expert for weight in weights}
     if parameter is None or entries == {None}:
         return _blocks(matrix, weights, per=per)
     if parameter.ndim != 3 or entries != set(range(len(parameter))):

@@ -41,7 +41,8 @@ def prepare(ready: Matrices, work_on: Callable[[Matrices], object]) -> None:
         gradients = [_gradient(m) for m in matrices] if matrices[0].set.is_steered else []
         times = 2 if gradients else 1
         arrived = wholes_of(values + gradients, layouts * times, owners * times)
-        mine, count = [place for place in arrived if place < len(values)], len(values)
+        mine = [place for place in arrived if place < len(values)]
+        count = len(values)
         wholes = {i: _follow(matrices[i], arrived[i], arrived.get(i + count)) for i in mine}
         if gradients:
             work_on([*wholes.values()])
@@ -72,7 +73,8 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
             gathered = matrix.whole or _follow(matrix, value)  # the step was not prepared
             if _is_read_before(matrix):
                 gathered.remember(decayed=matrix.is_displaced)
-            gathered.is_displaced, gathered.parameter.data = matrix.is_displaced, value
+            gathered.is_displaced = matrix.is_displaced
+            gathered.parameter.data = value
             wholes[place] = gathered
         taken.update(work_on([*wholes.values()]))
         news = {place: gathered.parameter.detach() for place, gathered in wholes.items()}
@@ -161,7 +163,8 @@ def _follow(
         gathered.master = value.to(gathered.dtype)
     if math.isfinite(matrix.drift):  # of a checkpoint
         gathered.drift = matrix.drift
-    matrix.whole, gathered.set = gathered, matrix.set
+    matrix.whole = gathered
+    gathered.set = matrix.set
     return gathered
 
 
@@ -172,7 +175,8 @@ def rounds_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
     [[0, 1, 2]]
     """
     rounds: list[list[int]] = []
-    order, filled = sorted(range(len(shapes)), key=lambda index: -cost_of(shapes[index])), 0
+    order = sorted(range(len(shapes)), key=lambda index: -cost_of(shapes[index]))
+    filled = 0
     for start in range(0, len(order), ranks):
         row = order[start : start + ranks]
         entries = sum(math.prod(shapes[index]) for index in row)

@@ -75,7 +75,8 @@ class Spectral(MatrixSet):
             return Retraction(*max(self._cap(matrices, work), key=_norm))
         sure = norms_since_proof(matrices, self.size)
         caps = [SpectralCap("inside", norm) for norm in sure.values()]
-        if rest := [matrix for matrix in matrices if matrix not in sure]:
+        rest = [matrix for matrix in matrices if matrix not in sure]
+        if rest:
             deflated = self._deflate(rest[0]) if len(rest) == 1 else None
             caps += self._cap_beside_copies(rest, work) if deflated is None else [deflated]
         return Retraction(*max(caps, key=_norm))
@@ -113,7 +114,8 @@ class Spectral(MatrixSet):
             return None
         # A weight that is well inside is left to the test without products.
         matrix.top_vectors = TopVectors(vectors) if lengths[0] > _NEAR_BOUND else None
-        matrix.proved, matrix.proved_copy = norm, None
+        matrix.proved = norm
+        matrix.proved_copy = None
         return SpectralCap("inside" if norm <= self.size else "deflation", norm)
 
     def _cap(

@@ -16,7 +16,8 @@ from wellposed.linalg import full_precision, in_stacks, is_sharded, mapped
 
 # Entries of a stack; about eight copies in float64 exist at once. A CPU gains nothing from stacks
 # of large matrices.
-_CPU_ENTRIES, _ENTRIES = 2**20, 2**25
+_CPU_ENTRIES = 2**20
+_ENTRIES = 2**25
 
 
 @dataclass(frozen=True)

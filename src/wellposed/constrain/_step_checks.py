@@ -60,7 +60,8 @@ def check_still_stepped(
 
 def is_inner(optimizer: Optimizer) -> bool:
     """Whether this step of a base class runs inside the optimizer's own: hooks run around both."""
-    frame, steps = sys._getframe(), 0
+    frame = sys._getframe()
+    steps = 0
     while frame is not None:
         if frame.f_code is _STEP and frame.f_locals["args"][:1] == (optimizer,):
             steps += 1

@@ -20,7 +20,9 @@ _READS_WEIGHT = (
     *("prodigy", "madgrad", "lookahead", "schedulefree"),
 )
 # Wrappers that write weights every few steps do so every 5 to 20 by default.
-_STEPS, _WIDTH, _RATE = 24, 8, 1e-3
+_STEPS = 24
+_WIDTH = 8
+_RATE = 1e-3
 _CHANGE = 0.02
 """Relative difference of two steps that rounding cannot explain."""
 # Implementations of the same step; some run on an accelerator alone.

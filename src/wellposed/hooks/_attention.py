@@ -62,7 +62,8 @@ class AttentionWatcher:
         with all_or_nothing() as undo:
             undo.later(self.remove)
             for module, roles in by_module.items():
-                enter, leave = ObservingHook(self._enter, roles), ObservingHook(self._leave)
+                enter = ObservingHook(self._enter, roles)
+                leave = ObservingHook(self._leave)
                 self._handles.append(register(module.register_forward_pre_hook, enter))
                 # Before fully_shard frees the weights that this module projects with.
                 first = {"prepend": True, "always_call": True}
@@ -178,7 +179,8 @@ class _Observer(TorchFunctionMode):
         """Return the runs whose frame is on Python's stack, the innermost last."""
         if torch.compiler.is_compiling():
             return self.runs
-        frames, frame = set[FrameType](), sys._getframe(1)
+        frames = set[FrameType]()
+        frame = sys._getframe(1)
         while frame is not None:
             frames.add(frame)
             frame = frame.f_back
@@ -222,7 +224,8 @@ def _observer() -> _Observer:
 def observing_paused() -> Iterator[None]:
     """Silence every `ObservingHook` inside the context."""
     observer = _observer()
-    before, observer.is_paused = observer.is_paused, True
+    before = observer.is_paused
+    observer.is_paused = True
     try:
         yield
     finally:

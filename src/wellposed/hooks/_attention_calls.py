@@ -138,7 +138,8 @@ class ScaledDotProductCall(SeenCall):
         return self._rows(chosen)._raw(places)
 
     def open_keys(self, at_most: int | None = None) -> OpenKeys:
-        rows, count = _spread(self.query, at_most), self.query.shape[-2]
+        rows = _spread(self.query, at_most)
+        count = self.query.shape[-2]
         some = self
         if at_most is not None:
             some = self._rows(lambda x: x.expand(*x.shape[:-2], count, -1)[..., rows, :])
@@ -298,7 +299,10 @@ def _with_padding(mask: Tensor | None, padding: Tensor) -> Tensor:
 
 # Largest number of logits in memory at once; steps in a graph from an output back to its kernel.
 # With log-sum-exps, one query in _SHARE decides, at least _LEAST of a sequence.
-_ENTRIES, _HOPS, _SHARE, _LEAST = 2**24, 6, 64, 2
+_ENTRIES = 2**24
+_HOPS = 6
+_SHARE = 64
+_LEAST = 2
 
 
 @torch.no_grad()
@@ -327,7 +331,8 @@ def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf
         assert isinstance(call, SoftmaxCall)
         return _largest_open(call, call.raw_logits())
     with torch.autocast(call.query.device.type, enabled=False):
-        count, keys = call.query.shape[-2], call.key.shape[-2]
+        count = call.query.shape[-2]
+        keys = call.key.shape[-2]
         some = max(_LEAST, count // _SHARE)
         if sums is None or count <= some or above < 2.0 * math.log(keys):
             size = max(1, _ENTRIES // (call.query.shape[-3] * count * keys))
@@ -338,7 +343,8 @@ def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf
         if call.attn_mask is not None:  # a query without a key
             sums = sums.where(sums < math.inf, -math.inf)
         bounds, places = sums.topk(some + 1)
-        places, shape = places[..., :some, None], call.query.shape[:-1]
+        places = places[..., :some, None]
+        shape = call.query.shape[:-1]
 
         def chosen(x: Tensor) -> Tensor:
             return x.expand(*shape, -1).gather(-2, places.expand(-1, -1, -1, x.shape[-1]))

@@ -186,7 +186,8 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         length = getattr(config, "word_tokens", length)  # one word, if windows of words vote
         # Small ids are often padding; transformers warns of padding at either end.
         batch = {name: torch.arange(length).roll(length // 2)[None] % vocabulary}
-        if (mark := getattr(config, "word_mark", None)) is not None:
+        mark = getattr(config, "word_mark", None)
+        if mark is not None:
             batch[name] = torch.nn.functional.pad(batch[name], (1, 0), value=mark)
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)

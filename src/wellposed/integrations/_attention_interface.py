@@ -173,7 +173,8 @@ def _cosine_forward(  # noqa: PLR0917
 ) -> tuple[Tensor, None]:
     _check_options(module, kwargs)
     query, key, value = (normalized_vectors(tokens, _EPS) for tokens in (query, key, value))
-    sdpa, tau = AttentionInterface()["sdpa"], math.sqrt(query.shape[-1])
+    sdpa = AttentionInterface()["sdpa"]
+    tau = math.sqrt(query.shape[-1])
     return sdpa(module, query, key, value, attention_mask, scaling=tau, **kwargs)
 
 

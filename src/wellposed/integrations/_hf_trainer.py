@@ -68,7 +68,8 @@ class MonitorCallback(TrainerCallback):
         where: Mapping[str, str | Sequence[str]] | None = None,
         log_to: Any = None,
     ) -> None:
-        self.penalty, self.every = penalty, every
+        self.penalty = penalty
+        self.every = every
         self.read: dict[str, Any] = {"weights": weights, "vitals": vitals}
         self.read |= {"batch": batch, "where": where, "log_to": log_to}
         TrackerLog(log_to, "MonitorCallback", "monitor/step")  # refuses now what it cannot write to
@@ -99,7 +100,8 @@ class MonitorCallback(TrainerCallback):
         if numbers and self.monitor is not None:
             self._worst["monitor/step"] = self.monitor.steps
         for name, value in numbers.items():
-            kind, number = name.partition("/")[0], name.rpartition("/")[2]
+            kind = name.partition("/")[0]
+            number = name.rpartition("/")[2]
             worst = min if number in _LEAST_IS_WORST else max
             short = f"{kind}/{number}" + (f"/{worst.__name__}" if kind == "cond" else "")
             if math.isfinite(value):
@@ -118,7 +120,8 @@ class MonitorCallback(TrainerCallback):
         """Add the numbers to a row of the training loss."""
         if not {"loss", "train_loss"} & now["logs"].keys():
             return
-        row, self._worst = self._worst, {}
+        row = self._worst
+        self._worst = {}
         penalty = self.penalty
         # Terms of a call before the last row, as of `every=100`, are not those of today.
         computed = None if penalty is None or penalty.removed else penalty.terms_step

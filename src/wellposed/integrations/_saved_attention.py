@@ -28,7 +28,8 @@ def carry_attention() -> None:
     @functools.wraps(plain)
     def to_dict(self: Any) -> dict[str, Any]:
         output = plain(self)
-        if isinstance(note := output.get(NAME), dict):
+        note = output.get(NAME)
+        if isinstance(note, dict):
             note.pop("attention", None)  # written by older versions, stale after a change
         name = attention_of(self)
         return output if name is None else {**output, "attn_implementation": name}

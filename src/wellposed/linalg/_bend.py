@@ -44,7 +44,8 @@ def bent_inside(  # noqa: PLR0917
     ]
     largest = [max(row[place] for row in reached) for place in range(len(point))]
     if again:
-        part, known = selected(bent, again), [[row[place] for place in again] for row in reached]
+        part = selected(bent, again)
+        known = [[row[place] for place in again] for row in reached]
         grams = grams_of(part, *sizes_of(part, work))
         part, proved = bent_inside(part, grams, known, selected(depth, again), goal, work)
         put_(bent, again, part)
@@ -61,7 +62,8 @@ def _strengths(
     if length <= goal:
         return 0.0, 0.0, length
     g = rounded_sums(columns) * unit
-    errors, error = [], rounding + unit * (length * frobenius + rounding)
+    errors = []
+    error = rounding + unit * (length * frobenius + rounding)
     for power in (1, 2):
         size = length ** (2 * power - 1) * frobenius + error
         error = 2.0 * length ** (2 * power) * error + error * error + g * size * size
@@ -70,8 +72,10 @@ def _strengths(
         errors.append(length * error + (g + 4.0 * unit) * frobenius * bend)
     stored = (columns / PIECE + 10) * unit * frobenius
     wanted = length - goal + stored
-    fourth, eighth = length**4, length**8
-    by_fifth, by_ninth = (length - errors[0] / fourth) / 5.0, (length - errors[1] / eighth) / 9.0
+    fourth = length**4
+    eighth = length**8
+    by_fifth = (length - errors[0] / fourth) / 5.0
+    by_ninth = (length - errors[1] / eighth) / 9.0
     if not 0.0 < by_ninth < by_fifth:
         return 0.0, 0.0, math.inf
     if wanted <= by_ninth:
@@ -81,5 +85,6 @@ def _strengths(
     t = (wanted - by_fifth) / (by_ninth - by_fifth)
     reached = goal
     if t < -1.0:
-        t, reached = -1.0, length + stored - 2.0 * by_fifth + by_ninth
+        t = -1.0
+        reached = length + stored - 2.0 * by_fifth + by_ninth
     return (1.0 - t) / (5.0 * fourth), t / (9.0 * eighth), reached

@@ -142,7 +142,8 @@ def cap_spectral_norms_(
         caps = _cap_(stack, bound, hints, work, nearest=nearest, rooms=lower)
         moved = [index for index, cap in enumerate(caps) if cap.method != "inside"]
         if moved and not is_one:
-            outside, inside = [targets[index] for index in moved], [stack[index] for index in moved]
+            outside = [targets[index] for index in moved]
+            inside = [stack[index] for index in moved]
             work.write(lambda: torch._foreach_copy_(outside, inside))
     return caps
 
@@ -169,7 +170,8 @@ def _cap_(
         for size in sizes
     ]
     far = [place for place, size in enumerate(sizes) if size > limit]
-    left, gram = [place for place, size in enumerate(sizes) if TOP < size <= limit], None
+    left = [place for place, size in enumerate(sizes) if TOP < size <= limit]
+    gram = None
     if left:
         dtype = torch.float64 if is_wide else compute_dtype(stack)
         point = scaled(selected(stack, left).to(dtype), 1.0 / bound)
@@ -182,7 +184,8 @@ def _cap_(
         left = [place for place in near.places if caps[place].method == "exact"]
     is_exact = not left or gram is None or gram.dtype == torch.float64
     done = {} if is_exact else _roughly(stack, left, bound, gram)
-    caps, left = [done.get(place, cap) for place, cap in enumerate(caps)], [] if done else left
+    caps = [done.get(place, cap) for place, cap in enumerate(caps)]
+    left = [] if done else left
     for places, clipped in ((left, _by_eigenvectors), (far, _by_singular_vectors)):
         if places:
             value, lengths = clipped(selected(stack, places), bound, gram)
@@ -297,12 +300,15 @@ def _roughly(
     value, lengths = _by_eigenvectors(selected(stack, places), bound, gram)
     low, high = (part * bound for part in _ROUGH)
     tops = dict(enumerate(lengths.tolist()))
-    sure, work = [at for at, top in tops.items() if low < top <= high], Workspace()
+    sure = [at for at, top in tops.items() if low < top <= high]
+    work = Workspace()
     done = {places[at]: SpectralCap("exact", tops[at] * (1.0 + SVD_MARGIN)) for at in sure}
     if sure:
         put_(stack, [*done], _stored(selected(value, sure), stack.dtype, bound, work))
-    if unsure := [place for place in places if place not in done]:
-        part, hints = selected(stack, unsure).clone(), [0.0] * len(unsure)
+    unsure = [place for place in places if place not in done]
+    if unsure:
+        part = selected(stack, unsure).clone()
+        hints = [0.0] * len(unsure)
         again = _cap_(part, bound, hints, work, nearest=True, is_wide=True)
         done |= zip(unsure, again, strict=True)
         put_(stack, unsure, part)
@@ -314,7 +320,8 @@ def _by_eigenvectors(matrices: Tensor, bound: float, gram: Tensor | None) -> tup
 
     ``gram`` is that of W over the bound; its dtype, or float64, is that of the result.
     """
-    point, top = matrices.to(torch.float64 if gram is None else gram.dtype), bound * TOP
+    point = matrices.to(torch.float64 if gram is None else gram.dtype)
+    top = bound * TOP
     cutoff = top if gram is None else TOP
     gram = symmetric_product(point.mT, point) if gram is None else gram
     values, vectors = torch.linalg.eigh(gram)
@@ -343,7 +350,8 @@ def _stored(value: Tensor, dtype: torch.dtype, bound: float, work: Workspace) ->
     for attempt in range(_MAX_TRIES):
         rounded = value.to(dtype)
         point = scaled(rounded.double(), 1.0 / bound)
-        measured, wanted = grams_of(point, *sizes_of(point, work)), [PROVED**2] * len(value)
+        measured = grams_of(point, *sizes_of(point, work))
+        wanted = [PROVED**2] * len(value)
         is_outside = ~is_within(measured, wanted, is_ahead=work.is_ahead)
         if not any(work.bounds("stored", is_outside, guess=[0.0] * len(value))):
             return rounded

@@ -13,9 +13,11 @@ from wellposed.linalg._rungs import TOP, grams_of, is_within, lost_in_proof, siz
 from wellposed.linalg._tensors import Workspace, full_precision, tall
 
 # So many vectors are kept. If more values than `_MOST` are above the bound, a polynomial is faster.
-_COUNT, _MOST = 32, 24
+_COUNT = 32
+_MOST = 24
 # Products with W^T W for each step. Between steps the vectors turn, and two are not always enough.
-_ROUNDS, _FIRST_ROUNDS = 3, 12
+_ROUNDS = 3
+_FIRST_ROUNDS = 12
 # Values are set so much below what a proof can show, for those that the vectors miss.
 _SLACK = 5e-4
 # Smaller matrices are faster in batches, and have too few values for so many vectors.

@@ -102,7 +102,8 @@ class L2Layer:
             self.paths = self.mixing @ output
         # |fl(R W_O) - R W_O| <= gamma |R| |W_O| entry by entry; it matters if the product cancels.
         gamma = (mixing.shape[-1] + 4) * torch.finfo(dtype).eps
-        mixed, out = self.mixing.detach().abs(), output.detach().abs()
+        mixed = self.mixing.detach().abs()
+        out = output.detach().abs()
         self.write_error = (
             gamma * mixed.square().sum((-2, -1)).sqrt() * out.square().sum((-2, -1)).sqrt()
         )
@@ -201,8 +202,10 @@ def _inf_bound(projection: Tensor, paths: Tensor, error: Tensor, constants: L2Co
     """Return B1, per output: averaging plus 4c, in the inf-norm or by the head's 2-norm."""
     head_dim = projection.shape[-1]
     read = projection.abs().sum(-2)
-    read_inf, read_two = read.amax(-1, keepdim=True), read.square().sum(-1, keepdim=True).sqrt()
-    path_one, path_two = paths.abs().sum(-2) + error, paths.square().sum(-2).sqrt() + error
+    read_inf = read.amax(-1, keepdim=True)
+    read_two = read.square().sum(-1, keepdim=True).sqrt()
+    path_one = paths.abs().sum(-2) + error
+    path_two = paths.square().sum(-2).sqrt() + error
     averaging = path_one * read_inf
     through_inf = averaging * (constants.bracket("inf", head_dim=head_dim) - 1)
     through_two = path_two * read_two * (4 * constants.c)

@@ -94,7 +94,8 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
     45.6
     """
     n = _check_length(seq_len)
-    mass, moment = (n + 1) / 2, _ONE_KEY * (n - 1)
+    mass = (n + 1) / 2
+    moment = _ONE_KEY * (n - 1)
     if mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
     if mask != "any":

@@ -39,7 +39,9 @@ PIECE = 128
 _PANEL = 96
 # Columns of a Cholesky factor that LAPACK computes at once, of which float32 allows more. Products
 # connect the blocks. Rows a power of two apart share cache lines: half the speed.
-_FACTOR_BLOCK, _WHOLE_FACTOR, _APART = 64, 256, 8
+_FACTOR_BLOCK = 64
+_WHOLE_FACTOR = 256
+_APART = 8
 # Above this side a CPU needs an eighth of the time without batches of matrix-vector products.
 _ONE_BY_ONE = 64
 
@@ -277,7 +279,8 @@ def product(
     left: Tensor, right: Tensor, *, plus: Tensor | None = None, alpha: float = 1.0
 ) -> Tensor:
     """Return ``plus + alpha left @ right``, or ``left @ right``, in sums of `PIECE` terms."""
-    first, begin = left[..., :PIECE], right[..., :PIECE, :]
+    first = left[..., :PIECE]
+    begin = right[..., :PIECE, :]
     out = first @ begin if plus is None else torch.baddbmm(plus, first, begin, alpha=alpha)
     return add_product_(out, left[..., PIECE:], right[..., PIECE:, :], alpha=alpha)
 
@@ -299,7 +302,8 @@ def rounded_sums(count: int, terms: int = PIECE) -> float:
 
 def factor_rounding(gram: Tensor) -> float:
     """Bound the rounding error of `has_factor`, as a part of the trace (Rump 2006)."""
-    size, (dtype, block) = gram.shape[-1], _factored(gram)
+    size = gram.shape[-1]
+    dtype, block = _factored(gram)
     return (rounded_sums(size, block) + (block if block < size else 0)) * torch.finfo(dtype).eps / 2
 
 

@@ -136,7 +136,8 @@ def polar_factors(stack: Tensor, gram: Tensor | None = None) -> Tensor:
     stack as for one matrix; memory of six copies in float64.
     """
     with full_precision(stack.device.type):
-        point, failed = wide(stack.clone()), list(range(len(stack)))
+        point = wide(stack.clone())
+        failed = list(range(len(stack)))
         if stack.dtype != point.dtype and stack.numel():
             gram = symmetric_product(point.mT, point) if gram is None else gram
             point, is_near = _by_halley_steps(point, gram)
@@ -155,7 +156,8 @@ def _by_halley_steps(point: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     # Both are upper bounds on |W|_2^2.
     rows = torch.linalg.vector_norm(gram, ord=1, dim=-1).amax(-1)
     scale = torch.minimum(rows, torch.linalg.matrix_norm(gram))[:, None, None]
-    point, gram = point.div_(scale.sqrt()), gram / scale
+    point = point.div_(scale.sqrt())
+    gram = gram / scale
     solves = point.device.type == "cpu" and point.shape[-2] < _SOLVES_BELOW * point.shape[-1]
     for step, (a, c) in enumerate(_HALLEY):
         if step:
@@ -314,13 +316,17 @@ def rotate(
     # |A|_2^2 <= |A^2|_F <= sqrt(n) times its largest row, and likewise for A^3.
     size = (2.0 * half * math.sqrt(point.shape[-1])) ** 0.5
     # A row a of the skew A has |a|^2 = -(A^2)_ii.
-    method, defect, reach = "quadratic", half * half, math.sqrt(2.0 * half) + half
+    method = "quadratic"
+    defect = half * half
+    reach = math.sqrt(2.0 * half) + half
     is_large = False
     if defect > 0.4 * budget:
         third = work("cubic", step.shape, point)
         _mirrored_product(skew, moved, out=third, alpha=0.25 * scale, sign=-1)  # A^3 / 8
         (row,) = work.bounds("third", _largest_row(third))
-        method, defect, reach = "cubic", row * row, reach + row
+        method = "cubic"
+        defect = row * row
+        reach = reach + row
         size = min(size, 2.0 * (row * math.sqrt(point.shape[-1])) ** (1 / 3))
         if defect > budget and size > QUADRATIC_LIMIT:
             limit = 0.5 * QUADRATIC_LIMIT**2

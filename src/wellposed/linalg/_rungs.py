@@ -32,12 +32,15 @@ RUNGS = (TOP, *(1.0 + 2.0 ** (power / 2) for power in range(-16, 0)))
 _LOOSE = 4e-2
 # Decay of a guessed rung: a norm that was outside once is guessed to be inside after 2 to 14 steps,
 # and is no longer watched when its guess is below the second number.
-_HOLD, _LATELY = 0.95, 0.02
+_HOLD = 0.95
+_LATELY = 0.02
 # A step that is ahead looks so many rungs higher, that is up to 2.8 times as far above the bound, but
 # not above the highest rung for which one polynomial is enough.
-_RISE, _ONCE = 3, 14
+_RISE = 3
+_ONCE = 14
 # A norm below the first rung is guessed by so many Lanczos steps, and proved with this slack or that.
-_LANCZOS, _SLACKS = 8, (1.04, 1.2)
+_LANCZOS = 8
+_SLACKS = (1.04, 1.2)
 
 
 def sizes_of(
@@ -117,7 +120,8 @@ def proved_lengths(
     """Return rows of rungs, and the row of the least one proved for each X; inf if none is."""
     last = len(rungs) - 1
     depth = torch.zeros(len(hints), dtype=torch.long, device=grams.gram.device)
-    if (guess := work.guess("rung", len(hints))) is not None:
+    guess = work.guess("rung", len(hints))
+    if guess is not None:
         at = [min(round(old), last) for old in guess]
         # One that was outside within some 80 steps may be so again, though it is inside now.
         far = [
@@ -133,7 +137,9 @@ def proved_lengths(
         work.bounds("rung", rung, slack=1.0, decay=_HOLD, guess=far)
         return [[rungs[place] for place in row] for row in rows], depth
     at = [min(bisect.bisect_left(rungs, hint * (1.0 - SVD_MARGIN)), last) for hint in hints]
-    low, high, reach = [-1] * len(at), [last + 1] * len(at), 1
+    low = [-1] * len(at)
+    high = [last + 1] * len(at)
+    reach = 1
     while left := [place for place in range(len(at)) if high[place] - low[place] > 1]:
         wanted = [rungs[at[place]] ** 2 for place in left]
         for place, is_shown in zip(left, is_within(grams.of(left), wanted).tolist(), strict=True):
@@ -192,7 +198,8 @@ def chosen(
 def is_within(grams: Grams, wanted: Sequence[float], *, is_ahead: bool = False) -> Tensor:
     """Whether ``|X|_2^2 <= wanted`` is proved, for each X (and each wish, one after the other)."""
     diagonal = grams.gram.diagonal(dim1=-2, dim2=-1)
-    columns, count = diagonal.shape[-1], len(wanted) // len(diagonal)
+    columns = diagonal.shape[-1]
+    count = len(wanted) // len(diagonal)
     trace = diagonal.sum(-1, dtype=torch.float64).repeat(count)
     hidden = factor_rounding(grams.gram)
     # The trace of s I - G is at least s, which covers the rounding of the trace itself.

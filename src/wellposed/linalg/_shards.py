@@ -35,14 +35,16 @@ def cut_of(tensor: Tensor, *, once: bool = True) -> Cut | None:
     """
     if not is_sharded(tensor):
         return None
-    mesh, places = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    places = tensor.placements
     over = [index for index, place in enumerate(places) if not place.is_replicate()]
     dims: set[Any] = {getattr(places[index], "dim", None) for index in over}
     if len(dims) != 1 or None in dims:
         return None
     if once and [type(places[index]).__name__ for index in over] != ["Shard"]:
         return None
-    groups, ranks = tuple(map(mesh.get_group, over)), math.prod(map(mesh.size, over))
+    groups = tuple(map(mesh.get_group, over))
+    ranks = math.prod(map(mesh.size, over))
     return Cut(groups, dims.pop(), ranks, mesh.get_local_rank(over[0]))
 
 

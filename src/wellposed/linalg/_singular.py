@@ -101,7 +101,8 @@ def _golub_kahan(matrix: Tensor) -> float | None:
         lefts[k] = left / alpha
         right = _orthogonalised((lefts[k] @ matrix).sub_(rights[k], alpha=alpha), rights[: k + 1])
         beta = torch.linalg.vector_norm(right).item()
-        band[k, k], band[k, k + 1] = alpha, beta
+        band[k, k] = alpha
+        band[k, k + 1] = beta
         done = k + 1
         # An invariant subspace, or all of the space: exact.
         if beta <= rounding * top or done == limit:

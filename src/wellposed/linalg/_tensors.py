@@ -226,7 +226,8 @@ class Workspace:
         try:
             yield
         finally:
-            self._task, self.is_ahead = (), False
+            self._task = ()
+            self.is_ahead = False
 
     @property
     def is_reading(self) -> bool:
@@ -281,15 +282,19 @@ class Workspace:
 
     def finish(self) -> set[Hashable]:
         """Check all guesses by one read a device, write right results, return other members."""
-        unread, self._unread = self._unread, []
-        results, self._results = self._results, []
+        unread = self._unread
+        self._unread = []
+        results = self._results
+        self._results = []
         numbers: dict[torch.device, list[float]] = {}
         for device in {values.device for _, _, values, *_ in unread}:
             parts = [values for _, _, values, *_ in unread if values.device == device]
             numbers[device] = torch.cat(parts).tolist()
         for task, key, values, guess, margins in unread:
-            count, rest = len(values), numbers[values.device]
-            actual, numbers[values.device] = rest[:count], rest[count:]
+            count = len(values)
+            rest = numbers[values.device]
+            actual = rest[:count]
+            numbers[values.device] = rest[count:]
             self._remember(key, actual, margins)
             if not all(number <= bound for number, bound in zip(actual, guess, strict=True)):
                 self._wrong.update(task)

@@ -189,7 +189,8 @@ class OrthogonalityPenalty:
             self._check_trained()
         parts = list(weight_parts(self._terms, strengths))
         if self._capture is not None:
-            calls, strength = self._capture.take(), strengths["affinity"]
+            calls = self._capture.take()
+            strength = strengths["affinity"]
             parts += _terms.affinity_parts(calls, strength, self._estimate)
         self._parts = [(names, part.detach()) for names, part in parts]
         self._note_terms()
@@ -245,7 +246,8 @@ class OrthogonalityPenalty:
         """
         if self._parts is None:
             raise ConfigError("terms() shows the parts of the last call; call penalty() first")
-        if lines := self._calls.changes():
+        lines = self._calls.changes()
+        if lines:
             raise ConfigError(
                 f"these layers compute something else since the penalty was made:\n{listed(lines)}\n"
                 "Remove what changes them, or run penalty.rebind(model) with the model that you train"
@@ -385,7 +387,8 @@ class OrthogonalityPenalty:
         step = 0
         # A graph that reads the step is recompiled if the step changes.
         if self._reads_step() or not torch.compiler.is_compiling():
-            step, self.step = self.step, self.step + 1
+            step = self.step
+            self.step = self.step + 1
         if step % self.every:
             return None
         pairs = self._strengths.items()

@@ -44,7 +44,8 @@ PAPER_FORMS |= dict.fromkeys(("query", "key", "value", "embedding"), "gram")
 """Form of each strength on weights in its paper: Zhang et al. (2021), McGrath (2024)."""
 _SINGLE_ROLES = ("query", "key", "value")
 # Largest number of affinity entries computed at once for several layers; a CPU's caches hold less.
-_ENTRIES, _ENTRIES_CPU = 1 << 25, 1 << 19
+_ENTRIES = 1 << 25
+_ENTRIES_CPU = 1 << 19
 Part = tuple[list[str], Tensor]
 """Names of terms, and a number for each."""
 
@@ -113,7 +114,9 @@ def bound_state(terms: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[An
     weights: list[Any] = []
     first: dict[object, int] = {}
     for number, view in enumerate(view for term in terms for view in term.views):
-        stored, kind, shape = view.owner._parameters.get(view.attribute), None, None
+        stored = view.owner._parameters.get(view.attribute)
+        kind = None
+        shape = None
         if stored is not None:  # otherwise a parametrization or a hook computes it
             kind = type(stored), stored.dtype, stored.device
             shape = stored.shape if view.spans or view.expert is not None else None
@@ -231,7 +234,8 @@ def _check(terms: Sequence[Term]) -> None:
             "attention_mode='joint' stacks query, key, value and output along outputs, which needs"
             " one input width; use attention_mode='separate':\n" + listed(uneven)
         )
-    if unique := list(dict.fromkeys(offenders)):
+    unique = list(dict.fromkeys(offenders))
+    if unique:
         raise ConfigError(f"these weights cannot be penalised:\n{listed(unique)}")
 
 
@@ -259,7 +263,9 @@ class AffinityCapture:
     ) -> None:
         self.attention = distinct_paths(attention)
         self._names = {id(role): path for path, role in self.attention.items()}
-        self._is_due, self._ran, self._is_watching = is_due, False, False
+        self._is_due = is_due
+        self._ran = False
+        self._is_watching = False
         self._entered: set[str] = set()
         self._skipped: set[str] = set()
         self._inside: set[str] = set()
@@ -267,7 +273,8 @@ class AffinityCapture:
         self._handles: list[Any] = []
         with all_or_nothing() as undo:
             undo.later(self.remove)
-            begin, end = hooks.ObservingHook(self._begin), hooks.ObservingHook(self._end)
+            begin = hooks.ObservingHook(self._begin)
+            end = hooks.ObservingHook(self._end)
             self._handles.append(hooks.register(model.register_forward_pre_hook, begin))
             self._handles.append(hooks.register(model.register_forward_hook, end, always_call=True))
             watched = (model, attention, self._receive)
@@ -288,7 +295,9 @@ class AffinityCapture:
         noted = {path: [ref() for ref in refs] for path, refs in self._seen.items()}
         hidden = sorted(self._entered - noted.keys() - self._skipped)
         past = hooks.run_past_hooks(self._names.values(), self._entered | self._inside)
-        self._entered, self._seen, self._ran = set(), {}, False
+        self._entered = set()
+        self._seen = {}
+        self._ran = False
         if noted and past:
             raise ConfigError(
                 f"the affinity penalty did not see {listed(sorted(past))}\n{hooks.PAST_HOOKS}"
@@ -331,7 +340,8 @@ class AffinityCapture:
         """Note that a part of an attention ran: it should be seen itself, then."""
         module = model.get_submodule(self.attention[path].path)
         weighted = (name for name, part in module.named_modules() if name and [*part.parameters()])
-        if (name := next(weighted, None)) is not None:
+        name = next(weighted, None)
+        if name is not None:
             hook = hooks.ObservingHook(self._ran_inside, f"{path}.{name}")
             part = module.get_submodule(name)
             self._handles.append(hooks.register(part.register_forward_hook, hook))
@@ -377,7 +387,8 @@ def affinity_parts(
     affinities carry no gradient, or if tensor parallelism leaves a rank some heads alone."""
     read = [_Read.of(call, estimate) for _, call in calls]
     heads = [(role, r.joined[0].shape[-3]) for (role, _), r in zip(calls, read, strict=True)]
-    if cut := [f"{role.path}: {n} of {role.num_heads}" for role, n in heads if n < role.num_heads]:
+    cut = [f"{role.path}: {n} of {role.num_heads}" for role, n in heads if n < role.num_heads]
+    if cut:
         raise ConfigError(
             "the affinity penalty needs all heads of an attention on each rank, and tensor parallelism"
             f" leaves some:\n{listed(cut)}\nPenalise weights there, or attach it to a model under FSDP2"
@@ -429,7 +440,8 @@ class _Read:
 
 def _together(read: Sequence[_Read]) -> Tensor:
     """Return the penalties (batch, heads of all) of calls of one kind, joined as one attention."""
-    heads, mask = read[0].joined[0].shape[1], read[0].mask
+    heads = read[0].joined[0].shape[1]
+    mask = read[0].mask
     masks = [call.mask for call in read if call.mask is not None]
     by_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
     if mask is not None and (by_head or len(set(map(_identity, masks))) > 1):

@@ -43,7 +43,8 @@ class PenalisedLoss:
                 "attach: affinities cannot be seen under torch.nn.DataParallel, which this trainer"
                 " uses; run one process for each device (torchrun)"
             )
-        self.penalty, self.trainer = penalty, trainer
+        self.penalty = penalty
+        self.trainer = trainer
         self._scale = scale
         self._overcount = Overcount(trainer, computed)
         self._computed, self._replaced = computed, vars(trainer).get("compute_loss")
@@ -56,7 +57,8 @@ class PenalisedLoss:
         # DeepSpeed keeps float32 copies.
         if not getattr(trainer, "is_deepspeed_enabled", False):
             parameters = trainer.model.parameters()
-            if warning := lost_steps_warning("attach", parameters, "the optimizer"):
+            warning = lost_steps_warning("attach", parameters, "the optimizer")
+            if warning:
                 logger.warning("%s", warning)
 
     def __call__(self, model: nn.Module, *args: Any, **named: Any) -> Any:

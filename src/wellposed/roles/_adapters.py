@@ -111,7 +111,8 @@ class AdaptedView(WeightView):
             if name in layer.lora_A:
                 yield layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
             elif name in getattr(layer, "lora_embedding_A", ()):
-                a, b = layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+                a = layer.lora_embedding_A[name]
+                b = layer.lora_embedding_B[name]
                 yield b.T, a.T, layer.scaling[name]
 
     def _called(self) -> Tensor:
@@ -217,7 +218,8 @@ def effective_view(model: nn.Module, view: WeightView, owners: Collection[int]) 
             f"{view.parameter_name} is a {type(view.parameter).__name__}, a weight that is quantised or"
             " packed and cannot be read as a matrix; find roles on the model before it is quantised"
         )
-    path, layers = view.owner_path, list[Any]()
+    path = view.owner_path
+    layers = list[Any]()
     while path.rpartition(".")[2] == BASE or path == BASE:
         path = path.rpartition(".")[0]
         layers.append(model.get_submodule(path))

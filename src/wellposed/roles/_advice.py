@@ -50,7 +50,8 @@ def advice(verb: Verb, model: nn.Module, *, ran: bool) -> str:
     if not patterns:
         return f"{type(model).__name__} has no matrix"
     lines = [f"  {pattern}" for pattern in patterns[: 2 * MAX_LISTED]]
-    if left := len(patterns) - len(lines):
+    left = len(patterns) - len(lines)
+    if left:
         lines.append(f"  ... and {left} more")
     ways = [
         f"give a batch: {verb.batch}" if verb.batch and not ran else "",

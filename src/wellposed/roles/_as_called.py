@@ -150,7 +150,8 @@ def layer_deviation(view: WeightView) -> Deviation | None:
 
     A layer that is called as its class says is not run, if that class is of torch.
     """
-    layer, why = view.owner, unusual_call(view.owner)
+    layer = view.owner
+    why = unusual_call(view.owner)
     written: Any = getattr(type(layer).forward, "__globals__", {}).get("__name__", "")
     if (why is None and written in _AS_WRITTEN) or not _is_matrix(view):
         return None
@@ -203,7 +204,8 @@ def _answer(layer: nn.Module, view: WeightView) -> Answer | str:
     Its own values could hide a difference: the last factor of an adapter starts at zero.
     """
     generator = torch.Generator().manual_seed(0)
-    stored, is_lookup = view.parameter, is_table(view.owner)
+    stored = view.parameter
+    is_lookup = is_table(view.owner)
     columns = is_lookup or is_transposed(view.owner)
 
     def drawn(shape: Any) -> Tensor:

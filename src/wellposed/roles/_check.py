@@ -51,7 +51,8 @@ class Replay(Tracer):
         self, model: nn.Module, base: Record, moves: dict[int, Moves], *, odd: bool, forced: bool
     ) -> None:
         super().__init__(model, forced=forced)
-        self._moves, self._odd = moves, odd
+        self._moves = moves
+        self._odd = odd
         self._cuts = iter([*base.cuts.values()])
         self._statistics = iter(base.statistics)
         self._constants = iter(base.constants)
@@ -134,7 +135,8 @@ def _mark(known: Tensor, groups: Sequence[Sequence[int]], first: int) -> None:
 def _with_some_moved(values: Tensor, moves: Moves, *, odd: bool) -> Tensor:
     """Return values with those moved whose hash of place and code is odd, or even."""
     by_feature = values.movedim(moves.axis, -1)
-    places, codes = by_feature.shape[:-1], moves.codes
+    places = by_feature.shape[:-1]
+    codes = moves.codes
     index = torch.arange(places[moves.alike :].numel()).reshape(places[moves.alike :])[..., None]
     if moves.alike:  # of two neighbours, one moves
         chosen = (_hash_bit(index // 2, codes) + index) % 2 == int(odd)
@@ -165,7 +167,8 @@ def contradictions(claim: Claim, base: Record, replays: Sequence[Record]) -> Ite
         ]
         return [_moved(one, two) for one, two in pairs if one is not None and two is not None]
 
-    last, call = claim.last, claim.call
+    last = claim.last
+    call = claim.call
     for name, tensor in call.tensors.items() if call is not None else ():
         first, second = (f.any(-1) for f in moved(call, lambda cut, _, of=name: cut.tensors[of]))
         if (first & second).any():
@@ -208,7 +211,8 @@ def _moved(before: Tensor, after: Tensor) -> Tensor:
 
 def _over_features(call: Call) -> bool:
     """Return whether a statistic or norm is over features only, so it couples no tokens."""
-    source, last = call.inputs[0], call.inputs[0].ndim - 1
+    source = call.inputs[0]
+    last = call.inputs[0].ndim - 1
     if call.name == "group_norm":
         return source.ndim == 2
     if call.name in {"sqrt", "rsqrt"}:

@@ -134,9 +134,11 @@ class LocatedModule:
 
 def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the weight shapes."""
-    if why := _other_kind(place):
+    why = _other_kind(place)
+    if why:
         raise OtherAttentionError(f"{place.path} ({class_name(place.module)}): {why}")
-    rows, key_rows = views["query"].shape[0], views["key"].shape[0]
+    rows = views["query"].shape[0]
+    key_rows = views["key"].shape[0]
     num_heads = place.num_heads(rows)
     if num_heads is None:
         raise UnknownHeadsError(place, views)
@@ -147,7 +149,8 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
             f" key weight's {key_rows}; check the model's configuration, or pass where= without"
             " this module"
         )
-    read, key_heads = views["output"].shape[1], key_rows // head_dim
+    read = views["output"].shape[1]
+    key_heads = key_rows // head_dim
     if read * key_heads != num_heads * views["value"].shape[0]:
         raise ShapeError(
             f"{place.path}: the output weight reads {read} numbers, which {num_heads} heads of"

@@ -399,7 +399,8 @@ def _embedding_roles(
         for name in ["weight"] if looked_up else names:
             view = WeightView(path, module, name)
             key = id(view.parameter)
-            kind, known = kinds.get(key), _named_kind(path, name, looked_up=looked_up)
+            kind = kinds.get(key)
+            known = _named_kind(path, name, looked_up=looked_up)
             kind = known if known and kind != "position" else kind
             if kind is not None and kind != "none":
                 tables.setdefault(key, EmbeddingRole(path, kind, view))

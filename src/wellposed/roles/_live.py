@@ -46,7 +46,8 @@ class LiveParts:
 
 def structure(model: nn.Module) -> tuple[int, ...]:
     """Return the identities of all modules, in an order given by their positions."""
-    known, modules = {id(model)}, [model]
+    known = {id(model)}
+    modules = [model]
     for module in modules:  # which grows
         for child in module._modules.values():
             if child is not None and id(child) not in known:

@@ -70,7 +70,8 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
     inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
     if isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
-    if problem := _problem(model):
+    problem = _problem(model)
+    if problem:
         return problem
     try:
         batch = own_batch(inner) if batch is None else batch
@@ -97,7 +98,8 @@ def _problem(model: nn.Module) -> str:
         return (
             "a mode that follows calls of modules is active; call find_roles outside CommDebugMode"
         )
-    if problem := stand_in_problem(model):
+    problem = stand_in_problem(model)
+    if problem:
         return problem
     kinds = {type(item).__name__ for item in weights if type(item) not in _PLAIN}
     return f"weights are {', '.join(sorted(kinds))}, not plain tensors" if kinds else ""
@@ -105,7 +107,8 @@ def _problem(model: nn.Module) -> str:
 
 @contextmanager
 def _running(model: nn.Module) -> Iterator[None]:
-    quiet, plain = quiet_run(model), without_adapters(model)
+    quiet = quiet_run(model)
+    plain = without_adapters(model)
     grad = torch.enable_grad()
     backward = without_backward_hooks(model)
     with observing_paused(), quiet, plain, backward, grad, eager_calls():
@@ -113,7 +116,8 @@ def _running(model: nn.Module) -> Iterator[None]:
 
 
 def _run(inner: nn.Module, batch: Any, tracer: Tracer) -> list[Tensor]:
-    before, after = register_module_forward_pre_hook, register_module_forward_hook
+    before = register_module_forward_pre_hook
+    after = register_module_forward_hook
     marked = tree_map_only(Tensor, tracer.given, batch)
     with undoing() as undo:
         undo.hook(before, tracer.entered)

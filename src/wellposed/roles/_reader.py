@@ -177,12 +177,14 @@ class Reader:
         """Return the linear part, and the gate (the factor that is not linear in its product)."""
         factors = [self.record.gates.get(node) for node in ancestors([down.source])]
         for one, other in filter(None, factors):
-            first, second = self._part(one, ups), self._part(other, ups)
+            first = self._part(one, ups)
+            second = self._part(other, ups)
             if first is None or second is None or first == second:
                 continue
             if is_nonlinear(one, first[0]) and not is_nonlinear(other, second[0]):
                 first, second = second, first
-            (up, rows), (gate, _) = first, second
+            up, rows = first
+            gate, _ = second
             if gate is not up:
                 return (up, None), (gate, None)
             # an activation may be flat at a row in all tokens, a factor that is linear never

@@ -50,7 +50,8 @@ class AttentionRole:
 
 def distinct_paths(attention: Sequence[AttentionRole]) -> dict[str, AttentionRole]:
     """Return roles by path, else (if they share it) by the name of the query and a number."""
-    paths, by_name = Counter(role.path for role in attention), dict[str, AttentionRole]()
+    paths = Counter(role.path for role in attention)
+    by_name = dict[str, AttentionRole]()
     for role in attention:
         name = role.path if paths[role.path] == 1 else role.query.label
         alike = (f"{name}#{number}" for number in range(2, len(attention) + 1))
@@ -124,7 +125,8 @@ class Roles:
         """Yield attention, feed-forward, embedding and loose weights, each in model order."""
         for part in self.attention:
             for role in ATTENTION:
-                view, heads = getattr(part, role), part.heads.get(role, ())
+                view = getattr(part, role)
+                heads = part.heads.get(role, ())
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind, heads)
             for role, view in part.extra_projections:
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
@@ -140,7 +142,8 @@ class Roles:
     def __str__(self) -> str:
         rows = [("stack", "layer", "role", "shape", "parameter")]
         for item in self.weights():
-            place, shape = (item.stack or MISSING, format_number(item.layer)), item.view.shape
+            place = (item.stack or MISSING, format_number(item.layer))
+            shape = item.view.shape
             rows.append((*place, item.role, "x".join(map(str, shape)), item.view.label))
         table = aligned(rows, "lrlrl")
         unnamed = f"no role: {', '.join(self.unnamed)}" if self.unnamed else ""

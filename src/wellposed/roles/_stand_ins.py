@@ -77,10 +77,12 @@ def stand_in_problem(model: nn.Module) -> str:
     shards = [*_shards(model)]
     if any(shard.tensor.is_meta for shard in shards):
         return f"shards are on the meta device; load the weights first, {_REMEDY}"
-    if names := _names(model, [shard for shard in shards if not shard.is_of_fsdp]):
+    names = _names(model, [shard for shard in shards if not shard.is_of_fsdp])
+    if names:
         why = "not cut by FSDP2 alone, as under tensor parallelism"
         return f"{names} {why}; call find_roles before the model is cut, {_REMEDY}"
-    if names := _names(model, [shard for shard in shards if not shard.is_plain]):
+    names = _names(model, [shard for shard in shards if not shard.is_plain])
+    if names:
         return f"{names} quantised or packed; call find_roles before that, {_REMEDY}"
     if not shards:
         return ""

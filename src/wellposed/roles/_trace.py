@@ -147,7 +147,8 @@ class Tracer(TorchFunctionMode):
         return call.output.detach()
 
     def _norm(self, call: Call) -> Tensor:
-        source, output = call.inputs[0], call.output
+        source = call.inputs[0]
+        output = call.output
         self.record.statistics.append((source.detach(), output.detach()))
         if self._running:
             self.record.inline_norms.append(self._running[-1])
@@ -199,7 +200,8 @@ class Tracer(TorchFunctionMode):
     def _unsummed(self, node: Any) -> dict[int, Cut | None]:
         """Return cuts not yet added to a residual stream by order; the newest other is None."""
         cuts: dict[int, Cut | None] = {}
-        level, visited = [node], set[Any]()
+        level = [node]
+        visited = set[Any]()
         while level:
             node = level.pop()
             if node is None or node in visited:
@@ -228,7 +230,8 @@ class Tracer(TorchFunctionMode):
     def _scaled_dot_product(self, call: Call) -> Tensor:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-        mask, causal = arguments.get("attn_mask"), bool(arguments.get("is_causal"))
+        mask = arguments.get("attn_mask")
+        causal = bool(arguments.get("is_causal"))
         if mask is not None and mask.ndim >= 2:
             causal = _is_causal(_closed_by(mask)[..., -1])
         parts = {name: arguments[name] for name in names[:3]}
@@ -263,7 +266,8 @@ class Tracer(TorchFunctionMode):
             return output
         if self._neutral.get(_address(right)):
             return self._product(left, right, output)
-        if scores := self._attention_of(left):
+        scores = self._attention_of(left)
+        if scores:
             (query, key), *extra = scores
             parts = {"query": query, "key": key, "value": right.mT, "extra": extra}
             causal = _is_causal(left[..., -1] == 0)
@@ -279,12 +283,14 @@ class Tracer(TorchFunctionMode):
 
     def _einsum(self, call: Call) -> Tensor:
         """Record a product of two tensors by its equation; ignore others."""
-        inputs, output = call.inputs, call.output
+        inputs = call.inputs
+        output = call.output
         equation = call.args[0] if isinstance(call.args[0], str) else ""
         ins, _, out = equation.replace(" ", "").partition("->")
         terms = ins.split(",")
         if self._place_of(inputs[0]) is not None:
-            inputs, terms = inputs[::-1], terms[::-1]
+            inputs = inputs[::-1]
+            terms = terms[::-1]
         readable = len(terms) == len(inputs) == 2 and "." not in equation and out
         summed = [x for x in terms[0] if readable and x in terms[1] and x not in out]
         free = [x for x in terms[-1] if x not in terms[0]]
@@ -311,7 +317,8 @@ class Tracer(TorchFunctionMode):
 
     def _product(self, source: Tensor, weight: Tensor, output: Tensor) -> Tensor:
         place = self._place_of(weight)
-        if location := place and located(place, weight):
+        location = place and located(place, weight)
+        if location:
             constant = _address(source) in self._neutral
             known = dict(zip(("view", "rows", "entries"), location, strict=True))
             return self._cut(output, Product, source, **known, constant=constant)

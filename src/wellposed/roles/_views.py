@@ -231,11 +231,13 @@ def is_table(module: Any) -> TypeGuard[nn.Embedding]:  # a bag has the same attr
 def view_of(path: str, layer: nn.Module) -> WeightView:
     """Return the view of a linear-like layer's ``weight``."""
     while isinstance(base := getattr(layer, BASE, None), nn.Module):
-        layer, path = base, f"{path}.{BASE}"
+        layer = base
+        path = f"{path}.{BASE}"
     weight: Any = layer.weight
     for name, part in layer.named_modules():  # a wrapper may expose the weight of a child
         if name and part._parameters.get("weight") is weight:
-            layer, path = part, f"{path}.{name}"
+            layer = part
+            path = f"{path}.{name}"
             break
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         raise ConfigError(
@@ -264,7 +266,8 @@ def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
         parts = [(item.owner, item.attribute, item.expert) for item in (last, view)]
         rows = (*last.spans, *view.spans) if last.spans and view.spans else ()
         if parts[0] == parts[1] and len(rows) == 2 and rows[0][1] == rows[1][0]:
-            full, joint = replace(last, spans=None), last.of_rows(rows[0][0], rows[1][1])
+            full = replace(last, spans=None)
+            joint = last.of_rows(rows[0][0], rows[1][1])
             result[-1] = full if full.shape == joint.shape else joint
         else:
             result.append(view)
@@ -284,7 +287,8 @@ def spans_of(rows: Iterable[int]) -> Spans:
 
 def block_of(spans: Spans) -> range | None:
     """Return rows one distance apart as a range (0, 2, 4: ``range(0, 5, 2)``), else None."""
-    start, stop = spans[0][0], spans[-1][1]
+    start = spans[0][0]
+    stop = spans[-1][1]
     step = 1 if len(spans) == 1 else spans[1][0] - start
     rows = range(start, stop, step)
     return rows if len(spans) == 1 or spans == tuple((row, row + 1) for row in rows) else None

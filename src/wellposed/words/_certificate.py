@@ -205,7 +205,8 @@ class WordCertificate:
         self.reason = self.reader.reason
         """Why nothing is certified; empty if something is."""
         rows = len(self.model.get_input_embeddings().weight)
-        if (tokens := max(tokenizer.get_vocab().values()) + 1) > rows:
+        tokens = max(tokenizer.get_vocab().values()) + 1
+        if tokens > rows:
             raise ConfigError(
                 f"the tokenizer has {tokens} tokens and the model's embedding {rows} rows: one of them"
                 " was changed after training; use the tokenizer that was saved with the model"
@@ -220,7 +221,8 @@ class WordCertificate:
             ShapeError: a text without words.
         """
         encoded = [self.reader.encode(text) for text in texts]
-        if empty := [place for place, ids in enumerate(encoded) if not len(ids)]:
+        empty = [place for place, ids in enumerate(encoded) if not len(ids)]
+        if empty:
             raise ShapeError(
                 f"words: no word in text {empty[0]} of {len(encoded)}, so it has no answer; give texts"
                 " of 1 word or more"
@@ -263,7 +265,8 @@ class WordCertificate:
 
         Cost: a float64 forward pass per text; for the attack, ``classes x k`` gradients per text.
         """
-        names, classes = dict(self.model.config.label2id or {}), self.model.config.num_labels
+        names = dict(self.model.config.label2id or {})
+        classes = self.model.config.num_labels
         numbers = [names.get(label, label) for label in labels]
         if not len(texts) or len(texts) != len(labels) or not set(numbers) <= set(range(classes)):
             raise DataError(
@@ -282,13 +285,15 @@ class WordCertificate:
         self, batches: Iterable[Batch], replaced: Sequence[int], *, beam: int = 1
     ) -> WordAccuracy:
         """Return `accuracy` on ``batches`` of ``input_ids``, ``attention_mask``, ``labels``."""
-        batches, counts = list(batches), list(replaced)
+        batches = list(batches)
+        counts = list(replaced)
         if counts != sorted({k for k in counts if isinstance(k, int) and k >= 1}):
             problem = f"{counts} words, expected increasing whole numbers of 1 or more"
             raise ConfigError(f"certified accuracy in words: {problem}")
         most = max(counts, default=0)
         results = self.hold(batches, most)
-        fewest, examples = [], []
+        fewest = []
+        examples = []
         for text, ids in zip(results, _texts(batches), strict=True):
             needed, changed = self._attacked(most, text, ids, beam)
             fewest.append(needed)
@@ -339,7 +344,8 @@ class WordCertificate:
     ) -> list[int]:
         """Return `hold` of each text: the words with the largest gains are the worst case."""
         most = 0 if self.reason else most
-        of, padded = torch.tensor(labels), pad_sequence(list(texts), batch_first=True)
+        of = torch.tensor(labels)
+        padded = pad_sequence(list(texts), batch_first=True)
         lengths = torch.tensor([len(text) for text in texts])
         gains = padded.new_zeros(*padded.shape[:2], logits.shape[1], dtype=logits.dtype)
         for label in of.unique().tolist() if most else []:
@@ -377,11 +383,15 @@ class WordCertificate:
         Raises:
             ShapeError: a text without words.
         """
-        reader, (ids,) = self.reader, self.encode([text])
-        length, batch = len(reader.encode(text)), _batch([ids])
+        reader = self.reader
+        (ids,) = self.encode([text])
+        length = len(reader.encode(text))
+        batch = _batch([ids])
         (result,) = self.hold([batch], most)
         (logits,), (parts,) = reader.read(batch["input_ids"], batch["attention_mask"])
-        label, names, split = result.predicted, reader.names(ids), split_words(text)
+        label = result.predicted
+        names = reader.names(ids)
+        split = split_words(text)
         typed = [
             " ".join(split[at : at + reader.words]) for at in range(0, len(split), reader.words)
         ]
@@ -389,7 +399,9 @@ class WordCertificate:
         attack = WordAttack(self.model, reader.propose(ids, label))
         needed, changed = attack.fewest_edits(ids, label, len(ids))
         pairs = zip(typed, names, reader.names(changed), strict=True)
-        ahead, shares, against = ahead_of(logits, label), [], label
+        ahead = ahead_of(logits, label)
+        shares = []
+        against = label
         if not self.reason:
             gains = reader.gains(label, parts) / len(parts)
             against = int((ahead - gains.sum(0)).argmin())

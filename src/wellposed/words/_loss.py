@@ -85,7 +85,8 @@ def _factors(layers: nn.ModuleList, tokens: int) -> tuple[Tensor | float, Tensor
     total: Tensor | float = 1.0
     for layer in layers:
         for name in ("attention", "feedforward"):
-            branch, residual = getattr(layer, name), getattr(layer, f"{name}_residual")
+            branch = getattr(layer, name)
+            residual = getattr(layer, f"{name}_residual")
             known = isinstance(residual, (ConvexResidual, BudgetResidual))
             if not (known and isinstance(branch, (BallAttention, MaxMinFeedForward))):
                 raise ConfigError(

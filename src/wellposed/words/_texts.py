@@ -15,7 +15,8 @@ from wellposed.errors import ConfigError, import_extra
 _PYTHON_ONLY_SPACES = "\x1c\x1d\x1e\x1f"
 _FITTING = 0.999
 """Share of train words that windows read whole; longer ones are cut to as many tokens."""
-_USUAL, _MOST_TIMES = 0.95, 4
+_USUAL = 0.95
+_MOST_TIMES = 4
 """A word has at most this many times the tokens of the longest of so many train words: every word
 is padded to that length, and one web address would set it for all."""
 logger = logging.getLogger("wellposed.words")
@@ -95,7 +96,8 @@ def window_options(
 
 def _log_cut_words(words: Sequence[str], sizes: Any, lengths: Sequence[int], tokens: int) -> None:
     """Log how many words of train are cut, and the longest of them."""
-    if cut := int((sizes > tokens).sum()):
+    cut = int((sizes > tokens).sum())
+    if cut:
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         logger.warning(
             "windows of words read the first %d tokens of a word: %d of %d train words are longer and"

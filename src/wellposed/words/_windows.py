@@ -16,7 +16,9 @@ from wellposed.hooks import changing_hooks
 from wellposed.words._attack import Propose
 from wellposed.words._texts import encode_words, split_words
 
-_POOL, _STRONGEST, _TRIES = 2048, 12, 4
+_POOL = 2048
+_STRONGEST = 12
+_TRIES = 4
 """Words whose votes an attack reads; how many of them it tries per class; in how many windows."""
 
 
@@ -33,7 +35,8 @@ class WindowReader:
         _refuse_changed_calls(model, lambda part: ", ".join(changing_hooks(part)))
         self.model: Any = in_dtype(model, torch.float64).eval()
         _refuse_changed_calls(self.model, uncertifiable_reason)
-        self.tokenizer, self.limit = tokenizer, limit
+        self.tokenizer = tokenizer
+        self.limit = limit
         self.mark = model.config.word_mark
         self.tokens = model.config.word_tokens + (self.mark is not None)
         self.words = model.config.window_words
@@ -123,7 +126,9 @@ class WindowReader:
     def _replaced(self, original: Tensor, label: int, ids: Tensor, target: int) -> Sequence[Tensor]:
         """Return texts with a word replaced in one more of the windows that have most to lose. It
         is exact for one word a window if all windows and words are tried; a window changes once."""
-        windows, texts, new = self._windows(ids), [], self._strongest(target)
+        windows = self._windows(ids)
+        texts = []
+        new = self._strongest(target)
         ahead = self._leads(windows, target, label)
         ahead[(windows != self._windows(original)).any(1)] = torch.inf
         for place in ahead.topk(min(_TRIES, len(ahead)), largest=False).indices.tolist():
@@ -134,7 +139,8 @@ class WindowReader:
                 continue
             others = words.repeat(len(filled), len(new), 1, 1)
             others[torch.arange(len(filled)), :, filled] = new
-            others, text = others.flatten(2).flatten(0, 1), windows.clone()
+            others = others.flatten(2).flatten(0, 1)
+            text = windows.clone()
             text[place] = others[self._leads(others, target, label).argmax()]
             texts.append(text.flatten()[: len(ids)])
         return texts

@@ -47,13 +47,15 @@ class WordReader:
     def __init__(self, model: Any, tokenizer: Any, limit: int, *, required: bool) -> None:
         _check_tokenizer(tokenizer)
         self.model: Any = in_dtype(model, torch.float64).eval()
-        self.tokenizer, self.limit = tokenizer, limit
+        self.tokenizer = tokenizer
+        self.limit = limit
         bound = certify(self.model, seq_len=limit, norm="sum")
         if required:
             bound.require()
         self.reason = ""
         """Why nothing is certified; empty if something is."""
-        self.skip, self.rest = math.nan, math.inf
+        self.skip = math.nan
+        self.rest = math.inf
         """s, and the bound of r in norm sum for at most `limit` tokens."""
         words = torch.arange(len(self.model.get_input_embeddings().weight))[:, None]
         words = words.to(next(self.model.parameters()).device)
@@ -73,7 +75,8 @@ class WordReader:
             )
         else:
             weight, body = bound.head
-            self.weight, self.skip = weight.double().cpu(), bound.skip
+            self.weight = weight.double().cpu()
+            self.skip = bound.skip
             self.rest = max(0.0, body - self.skip) + 1e-12 * body
         self.exact = self.rest <= ROUNDING
         """Whether the bound is attained by k replaced words."""
@@ -126,11 +129,13 @@ class WordReader:
 
     def gains(self, label: int, ids: Tensor) -> Tensor:
         """Return the most that replacing each of these words adds to ``n (z_c - z_y)`` (B14)."""
-        along, widen = self.along(label), self.rest * self._apart(label).norm(dim=-1)
+        along = self.along(label)
+        widen = self.rest * self._apart(label).norm(dim=-1)
         if self.exact:
             return along.amax(0) - along[ids] + 2 * self.longest * widen
         table = self._tables.setdefault(label, torch.full_like(along, math.nan))
-        new, squares = ids.unique(), self.vectors.square().sum(-1)
+        new = ids.unique()
+        squares = self.vectors.square().sum(-1)
         for rows in new[table[new, label].isnan()].split(_ROWS):
             products = self.vectors[rows] @ self.vectors.mT
             # The added term exceeds the rounding of the difference of squares.
@@ -151,7 +156,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
     form = {} if inner is None else json.loads(inner.to_str())
     kinds = [(form.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]
     around = tokenizer.num_special_tokens_to_add()
-    added, cut = form.get("added_tokens", ()), tokenizer.split_special_tokens
+    added = form.get("added_tokens", ())
+    cut = tokenizer.split_special_tokens
     inside = [token["content"] for token in added if not (cut and token["special"])]
     by_words = kinds == ["WordLevel", "WhitespaceSplit"] and form["normalizer"] is None
     if not by_words or around or inside:
