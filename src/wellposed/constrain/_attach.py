@@ -160,27 +160,31 @@ def constrain_(
     model_roles = roles_or_error(verb, model, batch)
     selected = select_weights(model, where, per=per, model_roles=model_roles, verb=verb)
     if to not in ("orthogonal", "spectral", "logits") or isinstance(bound, str):
-        selected = [_oriented(place, tables) for place in selected]
+        selected = [_oriented(weight_slice, tables) for weight_slice in selected]
     attention = attention_of(model_roles, selected) if to == "logits" else []
     if to == "logits":
         selected = [part.place for role in attention for part in head_rows(role)]
-    places = _merge_tied(model, selected)
+    slices = _merge_tied(model, selected)
     tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
-    owners = _check(places, _optimizers(optimizer), to, tall_tables)
+    owners = _check(slices, _optimizers(optimizer), to, tall_tables)
     is_empty = dry_run and any(
-        place.parameter.is_meta for place in places if place.parameter is not None
+        weight_slice.parameter.is_meta
+        for weight_slice in slices
+        if weight_slice.parameter is not None
     )
     if not is_empty:
-        _check_values(places, to, needs_size=gain == "fit")
+        _check_values(slices, to, needs_size=gain == "fit")
 
     weights: list[ConstrainedMatrix] = []
-    for place, owner in zip(places, owners, strict=True) if to != "logits" else ():
-        is_frame = embeddings == "fit" and id(place.parameter) in tables
+    for weight_slice, owner in zip(slices, owners, strict=True) if to != "logits" else ():
+        is_frame = embeddings == "fit" and id(weight_slice.parameter) in tables
         radius = ("fit" if is_frame else gain) if to == "orthogonal" else size
-        chosen = _set_of(place, to, radius, is_rms=isinstance(bound, str), is_frame=is_frame)
-        weights.append(ConstrainedMatrix(place, owner, chosen))
+        chosen = _set_of(weight_slice, to, radius, is_rms=isinstance(bound, str), is_frame=is_frame)
+        weights.append(ConstrainedMatrix(weight_slice, owner, chosen))
     if to == "logits":
-        owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
+        owner_of = dict(
+            zip((weight_slice.parameter for weight_slice in slices), owners, strict=True)
+        )
         weights += held_logits(attention, model, owner_of, size, batch)
     handle = Constraint(model, weights, batched=batched)
     handle.check_decay(owners)
@@ -223,16 +227,16 @@ def _summary(handle: Constraint, to: Set, model: nn.Module | None) -> str:
     summary = handle.report.summary(to) if handle.report.rows else ""
     if model is None:
         return summary
-    places = [part for weight in handle.weights for part in weight.slices]
-    return f"{summary}: {_scope_of_default(model, places)}"
+    slices = [part for weight in handle.weights for part in weight.slices]
+    return f"{summary}: {_scope_of_default(model, slices)}"
 
 
-def _scope_of_default(model: nn.Module, places: Sequence[WeightSlice]) -> str:
+def _scope_of_default(model: nn.Module, slices: Sequence[WeightSlice]) -> str:
     """Return which matrices are constrained by default, and the names of all others."""
     rows: dict[int, list[WeightSlice]] = {}
-    for place in places:
-        rows.setdefault(id(place.parameter), []).append(place)
-    layers = {split_path(place.module_path)[1] for place in places}
+    for part in slices:
+        rows.setdefault(id(part.parameter), []).append(part)
+    layers = {split_path(part.module_path)[1] for part in slices}
     tables = {id(module.weight) for module in model.modules() if is_table(module)}
 
     inside: list[str] = []
@@ -253,14 +257,14 @@ def _scope_of_default(model: nn.Module, places: Sequence[WeightSlice]) -> str:
     return f"{covered}; unconstrained inside the layers: {shortened(inside)}; elsewhere: {others}"
 
 
-def _free_rows(name: str, parameter: torch.Tensor, places: Sequence[WeightSlice]) -> str:
+def _free_rows(name: str, parameter: torch.Tensor, slices: Sequence[WeightSlice]) -> str:
     """Return the name of a parameter, with the rows that no place covers; empty if all are covered."""
-    if not places:
+    if not slices:
         return name
-    if any(place.rows is None for place in places):
+    if any(part.rows is None for part in slices):
         return ""
-    count = parameter.shape[-1 if places[0].transposed else -2]
-    covered = {row for place in places for row in place.rows or ()}
+    count = parameter.shape[-1 if slices[0].transposed else -2]
+    covered = {row for part in slices for row in part.rows or ()}
     left = spans_of(row for row in range(count) if row not in covered)
     return f"{name}[{', '.join(f'{a}:{b}' for a, b in left)}]" if left else ""
 
@@ -271,16 +275,16 @@ def _print_moves(summary: str, moved: Mapping[str, float]) -> None:
 
 
 def _set_of(
-    place: WeightSlice, to: Set, size: float | Literal["fit"], *, is_rms: bool, is_frame: bool
+    part: WeightSlice, to: Set, size: float | Literal["fit"], *, is_rms: bool, is_frame: bool
 ) -> MatrixSet:
     """Return the set of one matrix."""
-    assert place.parameter is not None  # _check raised for it
+    assert part.parameter is not None  # _check raised for it
     if size == "fit":
         # The size is fitted at the start.
-        return Orthogonal(math.nan, TOLERANCES[place.parameter.dtype], is_steered=not is_frame)
-    rows, columns = place.shape
+        return Orthogonal(math.nan, TOLERANCES[part.parameter.dtype], is_steered=not is_frame)
+    rows, columns = part.shape
     scaled = size * math.sqrt(rows / columns) if is_rms else size
-    return SETS.get(to)._of(scaled, place)
+    return SETS.get(to)._of(scaled, part)
 
 
 def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> float:
@@ -305,14 +309,14 @@ def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> 
     return size
 
 
-def _oriented(place: WeightSlice, tables: Mapping[int, nn.Embedding]) -> WeightSlice:
+def _oriented(part: WeightSlice, tables: Mapping[int, nn.Embedding]) -> WeightSlice:
     """Orient a whole weight as (out, in), for sets that tell rows from columns."""
-    if place.part:
-        return place
-    table = tables.get(id(place.parameter))
+    if part.part:
+        return part
+    table = tables.get(id(part.parameter))
     padding = None if table is None else table.padding_idx
-    flipped = table is not None or is_transposed(place.module)
-    return replace(place, transposed=flipped, padding=padding)
+    flipped = table is not None or is_transposed(part.module)
+    return replace(part, transposed=flipped, padding=padding)
 
 
 def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -362,19 +366,20 @@ def _merge_tied(model: nn.Module, chosen: list[WeightSlice]) -> list[WeightSlice
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     merged: dict[object, WeightSlice] = {}
-    for index, place in enumerate(chosen):
-        key = index if place.parameter is None else (id(place.parameter), place.expert, place.rows)
-        name_here = place.parameter_name
-        known = names.get(id(place.parameter), [])
+    for index, part in enumerate(chosen):
+        rows = (id(part.parameter), part.expert, part.rows)
+        key = index if part.parameter is None else rows
+        name_here = part.parameter_name
+        known = names.get(id(part.parameter), [])
         others = tuple(name for name in known if name != name_here)
         if others and key not in merged:
             logger.warning("%s is tied to %s; constrained once", name_here, ", ".join(others))
-        merged.setdefault(key, replace(place, also=others))
+        merged.setdefault(key, replace(part, also=others))
     return list(merged.values())
 
 
 def _check(
-    places: Sequence[WeightSlice],
+    slices: Sequence[WeightSlice],
     optimizers: list[Optimizer],
     to: Set,
     tall_tables: Mapping[int, nn.Embedding],
@@ -387,31 +392,31 @@ def _check(
                 owners.setdefault(id(parameter), []).append(optimizer)
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     wrong: list[tuple[str, ConfigError | ShapeError]] = []
-    for place in places:
-        key = id(place.parameter)
+    for part in slices:
+        key = id(part.parameter)
         holders = owners.get(key, [])
         is_tall = key in tall_tables
-        problems = _problems(place, holders, kinds, is_tall_table=is_tall)
-        wrong += [(place.label, problem) for problem in islice(problems, 1)]
+        problems = _problems(part, holders, kinds, is_tall_table=is_tall)
+        wrong += [(part.label, problem) for problem in islice(problems, 1)]
     if wrong:
         wrong.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
         lines = listed([f"{name}: {problem}" for name, problem in wrong])
         raise type(wrong[-1][1])(f"constrain_ cannot keep these weights in the set {to}:\n{lines}")
-    return [owners[id(place.parameter)][0] for place in places]
+    return [owners[id(part.parameter)][0] for part in slices]
 
 
 def _problems(
-    place: WeightSlice, holders: list[Optimizer], kinds: str, *, is_tall_table: bool
+    part: WeightSlice, holders: list[Optimizer], kinds: str, *, is_tall_table: bool
 ) -> Iterator[ConfigError | ShapeError]:
     """Yield each reason why a weight cannot be constrained; a later one assumes the earlier."""
-    parameter = place.parameter
+    parameter = part.parameter
     if parameter is None:
         why = "computes or packs its weight (a parametrisation, a hook, or quantised)"
-        yield ConfigError(f"{type(place.module).__name__} {why}; a plain nn.Parameter is needed")
+        yield ConfigError(f"{type(part.module).__name__} {why}; a plain nn.Parameter is needed")
         return
-    if place.deviation is not None:
+    if part.deviation is not None:
         yield ConfigError(
-            f"the layer computes something else, as {place.deviation}; remove that, merge the"
+            f"the layer computes something else, as {part.deviation}; remove that, merge the"
             " adapter into the weight, or name the adapter's factors in where="
         )
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
@@ -419,14 +424,14 @@ def _problems(
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
         yield ConfigError("float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU")
-    yield from _problems_of_shape(place, tuple(parameter.shape), is_tall_table=is_tall_table)
+    yield from _problems_of_shape(part, tuple(parameter.shape), is_tall_table=is_tall_table)
     adapted = ", or name its adapter's factors, as in where='*.lora_A.*'"
     if not parameter.requires_grad:
-        more = adapted if place.is_adapted else ""
+        more = adapted if part.is_adapted else ""
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
-    if place.is_adapted:
+    if part.is_adapted:
         yield ConfigError(f"the layer adds an adapter to it; merge and unload that{adapted}")
-    if is_sharded(parameter) and place.part and cut_of(parameter) is None:
+    if is_sharded(parameter) and part.part and cut_of(parameter) is None:
         yield ConfigError(
             f"a part of a weight that is cut along several dimensions ({parameter.placements}); cut it"
             " by fully_shard or by tensor parallelism alone, or leave it out"
@@ -437,19 +442,19 @@ def _problems(
             " build the optimizer from the parameters of this very model, after moving, sharding or"
             " tying it"
         )
-    if any(handle.holds(place) for handle in handles_of(holders[0])):
+    if any(handle.holds(part) for handle in handles_of(holders[0])):
         yield ConfigError("constrained already; call remove() on the first handle")
 
 
 def _problems_of_shape(
-    place: WeightSlice, shape: tuple[int, ...], *, is_tall_table: bool
+    part: WeightSlice, shape: tuple[int, ...], *, is_tall_table: bool
 ) -> Iterator[ShapeError]:
-    if len(shape) != 2 + (place.expert is not None) or 0 in shape:
+    if len(shape) != 2 + (part.expert is not None) or 0 in shape:
         stack = "; a pass over batch= shows experts in a stack" if len(shape) == 3 else ""
         flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
         yield ShapeError(
             f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
-            f" types{flat if '_flat_param' in place.name else stack}"
+            f" types{flat if '_flat_param' in part.name else stack}"
         )
     if is_tall_table and shape[0] > shape[1]:
         yield ShapeError(
@@ -460,31 +465,31 @@ def _problems_of_shape(
         )
 
 
-def _check_values(places: Sequence[WeightSlice], to: Set, *, needs_size: bool) -> None:
+def _check_values(slices: Sequence[WeightSlice], to: Set, *, needs_size: bool) -> None:
     """Refuse values without a nearest matrix in the set: not finite, zero columns, or all zero."""
     empty: list[str] = []
     broken: list[str] = []
-    stored = [(place.label, place.parameter) for place in places]
+    stored = [(part.label, part.parameter) for part in slices]
     meta = [label for label, parameter in stored if parameter is not None and parameter.is_meta]
     if meta:
         problem = "constrain_: on the meta device, without values; load the weights first, or plan"
         raise ConfigError(f"{problem} with dry_run=True:\n{listed(meta)}")
     wholes = Wholes()
-    for place in places:
-        assert place.parameter is not None  # _check raised for it
-        value = wholes.of(place.parameter, place)
+    for part in slices:
+        assert part.parameter is not None  # _check raised for it
+        value = wholes.of(part.parameter, part)
         zeros = value.eq(0).all(dim=0)
-        if place.padding is not None:
-            zeros[place.padding] = False
+        if part.padding is not None:
+            zeros[part.padding] = False
         counts = torch.stack((value.sum().float(), zeros.sum(), zeros.int().argmax()))
         total, lost, first = counts.tolist()
         # A finite sum proves all entries finite, at a tenth of the cost.
         if not math.isfinite(total) and (bad := int((~value.isfinite()).sum())):
-            broken.append(f"{place.label}: {bad} of {value.numel()} entries")
+            broken.append(f"{part.label}: {bad} of {value.numel()} entries")
         if to == "columns" and lost:
-            empty.append(f"{place.label}: {lost:.0f} zero columns, the first at {first:.0f}")
+            empty.append(f"{part.label}: {lost:.0f} zero columns, the first at {first:.0f}")
         elif to == "orthogonal" and needs_size and lost == len(zeros):
-            empty.append(f"{place.label}: zero, as an adapter's last factor starts")
+            empty.append(f"{part.label}: zero, as an adapter's last factor starts")
     if broken:
         raise ConvergenceError(
             "constrain_: these weights contain NaN or infinity, so none in the set is nearest; load"

@@ -22,12 +22,12 @@ class Columns(MatrixSet):
     """The column of a padding vector, which may be zero."""
 
     @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
+    def _of(cls, size: float, part: WeightSlice) -> Self:
         """Tolerate the rounding of entries, and of the sum of squares that measures them."""
-        assert place.parameter is not None
+        assert part.parameter is not None
         double = torch.finfo(torch.float64).eps
-        units = 2.0 * torch.finfo(place.parameter.dtype).eps + place.shape[0] * double
-        return cls(size, units, padding=place.padding)
+        units = 2.0 * torch.finfo(part.parameter.dtype).eps + part.shape[0] * double
+        return cls(size, units, padding=part.padding)
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max_j | |W e_j| / size - 1 |``; a padding vector may be zero."""

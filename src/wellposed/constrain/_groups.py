@@ -145,8 +145,8 @@ def chosen_parameters(
     """Return what `constrain_` would choose; nothing without ``where``."""
     if where is None:
         return []
-    places = select_weights(model, where, batch=batch, verb=verb)
-    return [place.parameter for place in places if place.parameter is not None]
+    slices = select_weights(model, where, batch=batch, verb=verb)
+    return [part.parameter for part in slices if part.parameter is not None]
 
 
 class MuonAndAdamW(Optimizer):
@@ -329,7 +329,10 @@ def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[i
     by_role = {id(view.parameter): view.transposed for view in views}
     if muon is not None:
         chosen = select_weights(model, muon, model_roles=model_roles, verb=_MUON)
-        named = [(place.label, place.parameter, place.module) for place in chosen]
+        named = [
+            (weight_slice.label, weight_slice.parameter, weight_slice.module)
+            for weight_slice in chosen
+        ]
         _check_matrices((label, p) for label, p, _ in named if p is not None)
         return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in named}
     tables = {id(getattr(part, "weight", None)) for part in model.modules() if is_table(part)}

@@ -72,11 +72,11 @@ class Constraint:
         self, model: nn.Module, weights: Iterable[ConstrainedMatrix], *, batched: bool | None
     ) -> None:
         self.weights = tuple(weights)
-        parameters = {id(place.parameter) for weight in self.weights for place in weight.slices}
-        names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
+        parameters = {id(part.parameter) for weight in self.weights for part in weight.slices}
+        names = [part for part in all_candidates(model) if id(part.parameter) in parameters]
         self._model = model
         self._names = names
-        views = (WeightView(place.module_path, place.module, place.name) for place in names)
+        views = (WeightView(part.module_path, part.module, part.name) for part in names)
         self._calls = CallWatch(model, views)
         self.report = ConstraintReport(())
         self.plan: Plan | None = None
@@ -361,7 +361,7 @@ class Constraint:
         """Retract groups by guesses; yield each, with None if on a CPU or if a guess was wrong."""
         waiting: list[tuple[list[ConstrainedMatrix], Retraction | None]] = []
         entries = 0
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             if self._is_ahead(group):
                 taken = None
                 with self._work.task(_key(group), is_ahead=True), suppress(ConvergenceError):
@@ -370,7 +370,7 @@ class Constraint:
                 entries += len(group) * group[0].entries
             else:
                 yield group, None
-            if waiting and (entries > _WAITING or place == len(groups) - 1):
+            if waiting and (entries > _WAITING or index == len(groups) - 1):
                 wrong = self._work.finish()
                 for ahead, taken in waiting:
                     if taken is None or not wrong.isdisjoint(_key(ahead)):
@@ -423,9 +423,9 @@ class Constraint:
             self._said.add(kind)
             warnings.warn(message, ConstraintWarning, stacklevel=2)
 
-    def holds(self, place: WeightSlice) -> bool:
+    def holds(self, weight_slice: WeightSlice) -> bool:
         """Whether this matrix, or a part of it, is constrained."""
-        return any(place.overlaps(part) for weight in self.weights for part in weight.slices)
+        return any(weight_slice.overlaps(part) for weight in self.weights for part in weight.slices)
 
     def _watch_idle_optimizers(self) -> None:
         """Warn if a weight changes between backward passes while its optimizer takes no step."""

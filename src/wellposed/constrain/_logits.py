@@ -136,10 +136,11 @@ def places_of(modules: Modules, num_heads: int) -> tuple[Tensor, Tensor]:
     return heads, torch.cat([part.powers.to(device) for _, part in pairs])
 
 
-def scale_(modules: Modules, places: tuple[Tensor, Tensor], factors: Tensor) -> None:
+def scale_(modules: Modules, rows: tuple[Tensor, Tensor], factors: Tensor) -> None:
     """Multiply rows by the factors (modules, heads) of their heads, to their powers."""
     scaled = [part for parts in modules for part in parts]
-    columns = nn.functional.pad(factors, (0, 1), value=1.0).flatten()[places[0]] ** places[1]
+    heads, powers = rows
+    columns = nn.functional.pad(factors, (0, 1), value=1.0).flatten()[heads] ** powers
     pieces = columns[:, None].split([len(part.heads) for part in scaled])
     torch._foreach_mul_([part.local for part in scaled], list(pieces))
 
@@ -345,13 +346,13 @@ def attention_of(
     """Return the attention modules with a chosen query or key; raise if heads are not known."""
     if isinstance(model_roles, WellposedError):
         raise model_roles
-    asked = {id(place.parameter) for place in chosen}
+    asked = {id(part.parameter) for part in chosen}
     roles = model_roles.attention
     roles = [r for r in roles if {id(r.query.parameter), id(r.key.parameter)} & asked]
     if not roles:
         raise RoleNotFoundError(
             "constrain_: to='logits' needs a query or key of attention, and none of these weights is"
-            f" one; leave where= out for all queries:\n{listed([place.label for place in chosen])}"
+            f" one; leave where= out for all queries:\n{listed([part.label for part in chosen])}"
         )
     known = [
         r

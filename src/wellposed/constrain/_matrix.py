@@ -51,23 +51,23 @@ class ConstrainedMatrix:
     proved_copy: ProvedCopy | None = None
     """The matrix when it was last proved, if its steps leave it inside for a while."""
 
-    def __init__(self, place: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
-        assert place.parameter is not None  # refused before otherwise
-        self.place = place
-        self.path = place.label
-        self.slices: Sequence[WeightSlice] = [place]
-        self.parameter: nn.Parameter = place.parameter
+    def __init__(self, part: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
+        assert part.parameter is not None  # refused before otherwise
+        self.place = part
+        self.path = part.label
+        self.slices: Sequence[WeightSlice] = [part]
+        self.parameter: nn.Parameter = part.parameter
         self.optimizer = optimizer
         self.set = matrix_set
         self._is_fitted = math.isnan(matrix_set.size)
-        axis = -1 if place.transposed else -2
-        self.layout = layout_of(self.parameter, entry=place.expert, rows=place.rows, axis=axis)
+        axis = -1 if part.transposed else -2
+        self.layout = layout_of(self.parameter, entry=part.expert, rows=part.rows, axis=axis)
         """How a matrix in shards lies on the ranks, if one of them can work on it."""
-        self.shape = place.shape
+        self.shape = part.shape
         """(rows, columns) of the whole matrix."""
         self.entries = math.prod(self.shape)
         # All slices of a fused weight share its moments, so none can be in Lie coordinates.
-        self.is_square = matrix_set.is_steered and len({*self.shape}) == 1 and not place.part
+        self.is_square = matrix_set.is_steered and len({*self.shape}) == 1 and not part.part
         self.stored_dtype = self.dtype = self.parameter.dtype
         if matrix_set.keeps_master:
             self.dtype = compute_dtype(self.parameter)
@@ -75,7 +75,7 @@ class ConstrainedMatrix:
         self._reads_weight = self.is_half and reads_weight_size(optimizer)
         self.master: Tensor | None = None
         self._exposed: Tensor | None = None
-        self._master_key = "_".join([f"{NOTE}float32", *map(str, place.part)])
+        self._master_key = "_".join([f"{NOTE}float32", *map(str, part.part)])
         self.notes = (self._master_key,)
         """Names of the entries beside the moments, which `release` removes."""
         self.before: Tensor | None = None

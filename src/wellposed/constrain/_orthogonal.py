@@ -43,9 +43,9 @@ class Orthogonal(MatrixSet):
     is_oriented = False
 
     @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
+    def _of(cls, size: float, part: WeightSlice) -> Self:
         """Return a set with steered steps."""
-        return replace(super()._of(size, place), is_steered=True)
+        return replace(super()._of(size, part), is_steered=True)
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max |W^T W / size^2 - I|``, in float64."""
@@ -76,7 +76,7 @@ class Orthogonal(MatrixSet):
         away = gram / gains.square()
         away.diagonal(dim1=-2, dim2=-1).sub_(1.0)
         before = away.abs_().amax((-2, -1)).tolist()
-        outside = [place for place, error in enumerate(before) if not error <= self.tolerance]
+        outside = [index for index, error in enumerate(before) if not error <= self.tolerance]
         if outside:
             some = outside if len(outside) < len(stack) else slice(None)  # views of all
             fitted = None if factors is None else factors[some]

@@ -183,11 +183,11 @@ def select_weights(
     chosen: set[int] = set()
     unmatched: list[str] = []
     wanted: list[str] = []
-    known = frozenset().union(*(place.roles for place in candidates))
+    known = frozenset().union(*(part.roles for part in candidates))
     for asked in _asked(where):
         matched = _matching(asked, candidates)
         roles = _LAYER_ROLES if asked == LAYERS else [role for role in ROLE_NAMES if role == asked]
-        players = {id(place) for place in candidates if not place.roles.isdisjoint(roles)}
+        players = {id(part) for part in candidates if not part.roles.isdisjoint(roles)}
         if matched and players and matched != players:
             raise ConfigError(
                 f"where={asked!r} is the name of a module, and a role of other weights; write"
@@ -201,11 +201,11 @@ def select_weights(
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
     _check_roles(verb, model, wanted, known, model_roles)
-    played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
-    selected = [place for place in candidates if id(place) in chosen | played]
+    played = {id(part) for part in candidates if not part.roles.isdisjoint(wanted)}
+    selected = [part for part in candidates if id(part) in chosen | played]
     if per is not None:
         _check_heads(verb, selected, model_roles)
-    scattered = [place.label for place in selected if place.scattered and id(place) in played]
+    scattered = [part.label for part in selected if part.scattered and id(part) in played]
     if scattered:
         raise ConfigError(
             "the rows of roles interleave in these weights; give per='head', or name the whole weight"
@@ -222,8 +222,8 @@ def _candidates_with_roles(
     for weight in model_roles.weights() if isinstance(model_roles, Roles) else ():
         weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
     candidates: list[WeightSlice] = []
-    for place in all_candidates(model):
-        candidates += _parts(place, weights.get((id(place.module), place.name), []), per=per)
+    for part in all_candidates(model):
+        candidates += _parts(part, weights.get((id(part.module), part.name), []), per=per)
     return candidates
 
 
@@ -258,9 +258,9 @@ def _check_heads(
         if weight.role in ATTENTION[:3] and not weight.heads
     }
     unknown = [
-        place.label
-        for place in selected
-        if any((id(place.module), place.name, role) in headless for role in place.roles)
+        part.label
+        for part in selected
+        if any((id(part.module), part.name, role) in headless for role in part.roles)
     ]
     if unknown:
         raise ConfigError(
@@ -269,15 +269,17 @@ def _check_heads(
         )
 
 
-def _parts(place: WeightSlice, weights: Sequence[RoleWeight], *, per: Per) -> list[WeightSlice]:
+def _parts(
+    weight_slice: WeightSlice, weights: Sequence[RoleWeight], *, per: Per
+) -> list[WeightSlice]:
     """Return the matrices of a parameter by role, by head (``per``) and by expert of a stack."""
     around = (weight.view.deviation for weight in weights)
     matrix = replace(
-        place,
+        weight_slice,
         roles=frozenset(weight.role for weight in weights),
-        deviation=next(filter(None, around), place.deviation),
+        deviation=next(filter(None, around), weight_slice.deviation),
     )
-    parameter = place.parameter
+    parameter = weight_slice.parameter
     entries = {weight.view.expert for weight in weights}
     if parameter is None or entries == {None}:
         return _blocks(matrix, weights, per=per)
@@ -341,8 +343,8 @@ def all_candidates(model: nn.Module) -> Iterator[WeightSlice]:
                 view = WeightView(path, module, name)
                 differs = layer_deviation(view) if is_called(model, path) else None
                 stored = name != "weight" or is_stored(view)
-                place = WeightSlice(path, name, module, parameter if stored else None)
-                yield replace(place, deviation=None if differs is None else differs.text)
+                part = WeightSlice(path, name, module, parameter if stored else None)
+                yield replace(part, deviation=None if differs is None else differs.text)
         is_packed = "weight" not in computed and callable(getattr(module, "weight", None))
         for name in (*computed, *(["weight"] if is_packed else [])):
             yield WeightSlice(path, name, module, None)
@@ -350,12 +352,12 @@ def all_candidates(model: nn.Module) -> Iterator[WeightSlice]:
 
 def _matching(asked: Asked, candidates: list[WeightSlice]) -> set[int]:
     """Return the ids of the matching candidates."""
-    main = [place for place in candidates if place.is_main_weight]
+    main = [part for part in candidates if part.is_main_weight]
     if isinstance(asked, type):
-        return {id(place) for place in main if isinstance(place.module, asked)}
+        return {id(part) for part in main if isinstance(part.module, asked)}
     # Parameter names only if no module path matches, or "layers.0*" would include biases.
-    by_path = {id(place) for place in main if _names(asked, place.module_path, place.layer_path)}
-    named = (place for place in candidates if _names(asked, place.parameter_name, place.label))
+    by_path = {id(part) for part in main if _names(asked, part.module_path, part.layer_path)}
+    named = (part for part in candidates if _names(asked, part.parameter_name, part.label))
     return by_path or set(map(id, named))
 
 
@@ -372,13 +374,14 @@ def _names(pattern: str, *names: str) -> bool:
 
 
 def _no_match(part: Asked, candidates: list[WeightSlice]) -> str:
-    matrices = [place for place in candidates if place.is_main_weight]
+    matrices = [weight_slice for weight_slice in candidates if weight_slice.is_main_weight]
     if isinstance(part, str):
-        paths = [place.module_path for place in matrices]
+        paths = [weight_slice.module_path for weight_slice in matrices]
         near = nearest_names(part.removeprefix("re:").lstrip("*."), [*paths, *ROLE_NAMES, LAYERS])
         return (
             f"where={part!r} is no role, and matches no module with a weight and no parameter;"
             f" nearest: {', '.join(near)}"
         )
-    kinds = ", ".join(sorted({type(place.module).__name__ for place in matrices})) or "none"
+    classes = sorted({type(weight_slice.module).__name__ for weight_slice in matrices})
+    kinds = ", ".join(classes) or "none"
     return f"where: no module with a weight is a {part.__name__}; types with one: {kinds}"

@@ -42,10 +42,10 @@ class MatrixSet:
     """Entries up to which stacking is faster on a CPU."""
 
     @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
+    def _of(cls, size: float, part: WeightSlice) -> Self:
         """Return the set of this size for one weight."""
-        assert place.parameter is not None
-        return cls(size, TOLERANCES[place.parameter.dtype])
+        assert part.parameter is not None
+        return cls(size, TOLERANCES[part.parameter.dtype])
 
     is_oriented: ClassVar[bool] = True
     """Whether a matrix and its transpose are in different sets, so not in one batch."""
@@ -73,9 +73,9 @@ class MatrixSet:
         """Return sizes, errors, nearest matrices (as `nearest`), and their errors as stored."""
         before = [self.error(matrix) for matrix in stack]
         inside = wide(stack).clone()
-        for place, error in enumerate(before):
+        for index, error in enumerate(before):
             if not error <= self.tolerance:
-                inside[place] = self.nearest(stack[place])
+                inside[index] = self.nearest(stack[index])
         after = [self.error(matrix) for matrix in inside.to(stack.dtype)]
         return [self.size] * len(stack), before, inside, after
 

@@ -41,12 +41,12 @@ def prepare(ready: Matrices, work_on: Callable[[Matrices], object]) -> None:
         gradients = [_gradient(m) for m in matrices] if matrices[0].set.is_steered else []
         times = 2 if gradients else 1
         arrived = wholes_of(values + gradients, layouts * times, owners * times)
-        mine = [place for place in arrived if place < len(values)]
+        mine = [index for index in arrived if index < len(values)]
         count = len(values)
         wholes = {i: _follow(matrices[i], arrived[i], arrived.get(i + count)) for i in mine}
         if gradients:
             work_on([*wholes.values()])
-            back = {place: cast(Tensor, matrix.parameter.grad) for place, matrix in wholes.items()}
+            back = {index: cast(Tensor, matrix.parameter.grad) for index, matrix in wholes.items()}
             write_shards_(gradients, layouts, owners, back)
 
 
@@ -68,16 +68,16 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
     for matrices, layouts, owners in _rounds(shared):
         values = [matrix.parameter for matrix in matrices]
         wholes: dict[int, ConstrainedMatrix] = {}
-        for place, value in wholes_of(values, layouts, owners).items():
-            matrix = matrices[place]
+        for index, value in wholes_of(values, layouts, owners).items():
+            matrix = matrices[index]
             gathered = matrix.whole or _follow(matrix, value)  # the step was not prepared
             if _is_read_before(matrix):
                 gathered.remember(decayed=matrix.is_displaced)
             gathered.is_displaced = matrix.is_displaced
             gathered.parameter.data = value
-            wholes[place] = gathered
+            wholes[index] = gathered
         taken.update(work_on([*wholes.values()]))
-        news = {place: gathered.parameter.detach() for place, gathered in wholes.items()}
+        news = {index: gathered.parameter.detach() for index, gathered in wholes.items()}
         reports = [_report(taken[gathered]) for gathered in wholes.values()]
         numbers.append(write_shards_(values, layouts, owners, news, notes=reports, width=3))
         for gathered in wholes.values():

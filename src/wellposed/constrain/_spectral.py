@@ -42,9 +42,9 @@ class Spectral(MatrixSet):
     stacked = 2**16
 
     @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
+    def _of(cls, size: float, part: WeightSlice) -> Self:
         """Return a set without tolerance: its bound is proved."""
-        del place
+        del part
         return cls(size)
 
     def error(self, matrix: Tensor) -> float:

@@ -78,18 +78,18 @@ def _start(
     change = torch.linalg.matrix_norm(inside - stack) / length
     moved = change.nan_to_num(nan=0.0, posinf=math.inf).tolist()  # nan: a zero matrix in its set
     rows: list[ConstrainedWeight] = []
-    for place, weight in enumerate(chunk):
-        is_moved = moved[place] > 0.0
-        if sizes[place] != weight.set.size:
-            weight.set = replace(weight.set, size=sizes[place])
+    for index, weight in enumerate(chunk):
+        is_moved = moved[index] > 0.0
+        if sizes[index] != weight.set.size:
+            weight.set = replace(weight.set, size=sizes[index])
         if is_moved and not dry_run:
             if undos is not None:
                 undos.append(partial(_put_back, weight, weight.value.clone()))
-            weight.write_whole(inside[place])
+            weight.write_whole(inside[index])
         if weight.is_half and not dry_run:
-            weight.adopt_master(inside[place] if is_moved else weight.saved_master())
+            weight.adopt_master(inside[index] if is_moved else weight.saved_master())
         shape = stack.shape[1], stack.shape[2]
-        numbers = sizes[place], moved[place], before[place], after[place]
+        numbers = sizes[index], moved[index], before[index], after[index]
         rows.append(ConstrainedWeight(weight.path, shape, *numbers, weight.place.also))
     return rows
 

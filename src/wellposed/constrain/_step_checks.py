@@ -22,18 +22,18 @@ LIMIT = 3
 def check_still_there(model: nn.Module, names: Iterable[WeightSlice]) -> None:
     """Raise for names under which the model has another parameter; wrapped modules are allowed."""
 
-    def is_there(place: WeightSlice) -> bool:
+    def is_there(part: WeightSlice) -> bool:
         module: nn.Module | None = model
-        for key in place.module_path.split(".") if place.module_path else ():
+        for key in part.module_path.split(".") if part.module_path else ():
             module = None if module is None else module._modules.get(key)
-        return module is place.module
+        return module is part.module
 
     live = () if all(map(is_there, names)) else set(map(id, model.modules()))
     gone = [
-        place.parameter_name
-        for place in names
-        if place.module._parameters.get(place.name) is not place.parameter
-        or (live and id(place.module) not in live)
+        part.parameter_name
+        for part in names
+        if part.module._parameters.get(part.name) is not part.parameter
+        or (live and id(part.module) not in live)
     ]
     if gone:
         raise ConfigError(

@@ -94,8 +94,8 @@ class AttentionWatcher:
 
     def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         observer = _observer()
-        place = (self, module)
-        run = next((r for r in reversed(observer.runs) if (r.watcher, r.module) == place), None)
+        key = (self, module)
+        run = next((r for r in reversed(observer.runs) if (r.watcher, r.module) == key), None)
         if run is None:
             return
         observer.end(run)

@@ -26,8 +26,8 @@ def hooks_in_call(module: nn.Module) -> list[str]:
         ("a global forward pre-hook", torch_module._global_forward_pre_hooks),
     )
     return [
-        f"{place} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
-        for place, hooks in places
+        f"{owner} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+        for owner, hooks in places
         for hook in hooks.values()
         if may_change(hook)
     ]

@@ -168,7 +168,7 @@ def real_tokens(batch: Any, stack: str | None, attention: Sequence[Attends]) -> 
     mask = batch.get(wanted)
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.bool()
-    padding = (batch.get(name) for name, of in _PADDING.items() if of == wanted)
+    padding = (batch.get(name) for name, kind in _PADDING.items() if kind == wanted)
     return next((~mask.bool() for mask in padding if isinstance(mask, Tensor)), None)
 
 

@@ -36,21 +36,21 @@ def bent_inside(  # noqa: PLR0917
         bend.addcmul_(square, chosen(fifth, depth, point.dtype)[:, None, None])
     bent = product(point, bend, plus=point, alpha=-1.0)
     again = [
-        place
-        for place in range(len(point))
+        index
+        for index in range(len(point))
         if any(
-            goal < new[place] <= 0.9 * old[place] for new, old in zip(reached, lengths, strict=True)
+            goal < new[index] <= 0.9 * old[index] for new, old in zip(reached, lengths, strict=True)
         )
     ]
-    largest = [max(row[place] for row in reached) for place in range(len(point))]
+    largest = [max(row[index] for row in reached) for index in range(len(point))]
     if again:
         part = selected(bent, again)
-        known = [[row[place] for place in again] for row in reached]
+        known = [[row[index] for index in again] for row in reached]
         grams = grams_of(part, *sizes_of(part, work))
         part, proved = bent_inside(part, grams, known, selected(depth, again), goal, work)
         put_(bent, again, part)
-        for place, length in zip(again, proved, strict=True):
-            largest[place] = length
+        for index, length in zip(again, proved, strict=True):
+            largest[index] = length
     return bent, largest
 
 

@@ -169,22 +169,22 @@ def _cap_(
         SpectralCap("inside" if size <= TOP else "exact", size * bound * (1.0 + SVD_MARGIN))
         for size in sizes
     ]
-    far = [place for place, size in enumerate(sizes) if size > limit]
-    left = [place for place, size in enumerate(sizes) if TOP < size <= limit]
+    far = [index for index, size in enumerate(sizes) if size > limit]
+    left = [index for index, size in enumerate(sizes) if TOP < size <= limit]
     gram = None
     if left:
         dtype = torch.float64 if is_wide else compute_dtype(stack)
         point = scaled(selected(stack, left).to(dtype), 1.0 / bound)
-        grams = grams_of(point, selected(norms, left), [sizes[place] for place in left])
+        grams = grams_of(point, selected(norms, left), [sizes[index] for index in left])
         near = _Near(left, point, grams)
         if rooms is not None:
             near = _without_low(near, rooms, caps, bound)
         if near.places:
             gram = _cap_by_proofs_(stack, near, caps, bound, hints, work, nearest=nearest)
-        left = [place for place in near.places if caps[place].method == "exact"]
+        left = [index for index in near.places if caps[index].method == "exact"]
     is_exact = not left or gram is None or gram.dtype == torch.float64
     done = {} if is_exact else _roughly(stack, left, bound, gram)
-    caps = [done.get(place, cap) for place, cap in enumerate(caps)]
+    caps = [done.get(index, cap) for index, cap in enumerate(caps)]
     left = [] if done else left
     for places, clipped in ((left, _by_eigenvectors), (far, _by_singular_vectors)):
         if places:
@@ -192,8 +192,8 @@ def _cap_(
             put_(stack, places, _stored(value, stack.dtype, bound, work))
             if nearest:
                 exact = lengths.mul_(1.0 + SVD_MARGIN).tolist()
-                for place, length in zip(places, exact, strict=True):
-                    caps[place] = SpectralCap("exact", length)
+                for index, length in zip(places, exact, strict=True):
+                    caps[index] = SpectralCap("exact", length)
     return caps
 
 
@@ -209,10 +209,10 @@ def _without_low(
     near: _Near, rooms: Sequence[float], caps: list[SpectralCap], bound: float
 ) -> _Near:
     """Enter those that are proved at most their ``rooms`` as inside; return the others."""
-    lengths = low_norms(near.grams, [rooms[place] for place in near.places])
-    for place, length in zip(near.places, lengths, strict=True):
+    lengths = low_norms(near.grams, [rooms[position] for position in near.places])
+    for position, length in zip(near.places, lengths, strict=True):
         if length < math.inf:
-            caps[place] = SpectralCap("inside", length * bound)
+            caps[position] = SpectralCap("inside", length * bound)
     others = [index for index, length in enumerate(lengths) if length == math.inf]
     if len(others) == len(lengths):
         return near
@@ -232,14 +232,14 @@ def _cap_by_proofs_(  # noqa: PLR0917
 ) -> Tensor | None:
     """Enter what is inside, cap what polynomials can; if ``nearest``, return the other Grams."""
     rungs = (PROVED,) if nearest else RUNGS
-    wanted = [hints[place] for place in near.places]
+    wanted = [hints[position] for position in near.places]
     tried, depth = proved_lengths(near.grams, rungs, wanted, work)
-    for place, length in zip(near.places, tried[0], strict=True):
+    for position, length in zip(near.places, tried[0], strict=True):
         if length <= rungs[0]:
-            caps[place] = SpectralCap("inside", rungs[0] * bound)
+            caps[position] = SpectralCap("inside", rungs[0] * bound)
     proved = _Proved(*near, tried, depth, rungs[0])
-    for place, cap in enumerate(_capped_by_products_(stack, proved, bound, work)):
-        caps[place] = caps[place] if cap is None else cap
+    for position, cap in enumerate(_capped_by_products_(stack, proved, bound, work)):
+        caps[position] = caps[position] if cap is None else cap
     if not nearest:
         return None
     outside = [index for index, length in enumerate(tried[0]) if length > 1.0]
@@ -277,8 +277,8 @@ def _capped_by_products_(
     )
     fits = [index for index, length in enumerate(reached) if length <= goal]
     places = [near[outside[index]] for index in fits]
-    for place, index in zip(places, fits, strict=True):
-        caps[place] = SpectralCap("polynomial", some[0][index] * bound)
+    for position, index in zip(places, fits, strict=True):
+        caps[position] = SpectralCap("polynomial", some[0][index] * bound)
 
     value = scaled(selected(bent, fits), bound)
     if point.dtype != stack.dtype:
@@ -305,7 +305,7 @@ def _roughly(
     done = {places[at]: SpectralCap("exact", tops[at] * (1.0 + SVD_MARGIN)) for at in sure}
     if sure:
         put_(stack, [*done], _stored(selected(value, sure), stack.dtype, bound, work))
-    unsure = [place for place in places if place not in done]
+    unsure = [index for index in places if index not in done]
     if unsure:
         part = selected(stack, unsure).clone()
         hints = [0.0] * len(unsure)

@@ -85,7 +85,7 @@ class Grams(NamedTuple):
 
     def of(self, places: list[int]) -> Grams:
         """Return those of some of the matrices."""
-        sizes = [self.size[place] for place in places]
+        sizes = [self.size[index] for index in places]
         return Grams(selected(self.gram, places), selected(self.norm, places), sizes, self.rounding)
 
 
@@ -125,34 +125,34 @@ def proved_lengths(
         at = [min(round(old), last) for old in guess]
         # One that was outside within some 80 steps may be so again, though it is inside now.
         far = [
-            _above(place, last) if old >= _LATELY else 0
-            for place, old in zip(at, guess, strict=True)
+            _above(index, last) if old >= _LATELY else 0
+            for index, old in zip(at, guess, strict=True)
         ]
-        rows = [far, at, [max(place - 1, 0) for place in at]] if any(far) else [at]
-        wanted = [rungs[place] ** 2 for row in rows for place in row]
+        rows = [far, at, [max(index - 1, 0) for index in at]] if any(far) else [at]
+        wanted = [rungs[index] ** 2 for row in rows for index in row]
         is_shown = is_within(grams, wanted, is_ahead=True).view(len(rows), -1)
         for row in range(1, len(rows)):
             depth = torch.where(is_shown[row], row, depth)
         rung = torch.where(is_shown.any(0), chosen(rows, depth), math.inf)
         work.bounds("rung", rung, slack=1.0, decay=_HOLD, guess=far)
-        return [[rungs[place] for place in row] for row in rows], depth
+        return [[rungs[index] for index in row] for row in rows], depth
     at = [min(bisect.bisect_left(rungs, hint * (1.0 - SVD_MARGIN)), last) for hint in hints]
     low = [-1] * len(at)
     high = [last + 1] * len(at)
     reach = 1
-    while left := [place for place in range(len(at)) if high[place] - low[place] > 1]:
-        wanted = [rungs[at[place]] ** 2 for place in left]
-        for place, is_shown in zip(left, is_within(grams.of(left), wanted).tolist(), strict=True):
-            (high if is_shown else low)[place] = at[place]
-            if low[place] >= 0 and high[place] <= last:
-                at[place] = (low[place] + high[place]) // 2
+    while left := [index for index in range(len(at)) if high[index] - low[index] > 1]:
+        wanted = [rungs[at[index]] ** 2 for index in left]
+        for index, is_shown in zip(left, is_within(grams.of(left), wanted).tolist(), strict=True):
+            (high if is_shown else low)[index] = at[index]
+            if low[index] >= 0 and high[index] <= last:
+                at[index] = (low[index] + high[index]) // 2
             else:
-                step = at[place] + (-reach if is_shown else reach)
-                at[place] = min(max(step, low[place] + 1), high[place] - 1)
+                step = at[index] + (-reach if is_shown else reach)
+                at[index] = min(max(step, low[index] + 1), high[index] - 1)
         reach *= 2
-    rung = torch.tensor([place if place <= last else math.inf for place in high])
+    rung = torch.tensor([index if index <= last else math.inf for index in high])
     work.bounds("rung", rung, slack=1.0, decay=_HOLD)
-    return [[rungs[place] if place <= last else math.inf for place in high]], depth
+    return [[rungs[index] if index <= last else math.inf for index in high]], depth
 
 
 def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
@@ -162,7 +162,7 @@ def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
     """
     lengths = [math.inf] * len(rooms)
     corners = grams.gram.diagonal(dim1=-2, dim2=-1).amax(-1).sqrt().tolist()
-    left = [place for place, low in enumerate(corners) if low < rooms[place]]
+    left = [index for index, low in enumerate(corners) if low < rooms[index]]
     if not left:
         return lengths
     some = grams.of(left).gram
@@ -170,21 +170,21 @@ def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
     quotients = (top.mT @ (some @ top))[..., 0, 0] / top.square().sum((-2, -1))
     guesses = dict(zip(left, quotients.sqrt().tolist(), strict=True))
     for slack in _SLACKS:
-        left = [place for place in left if guesses[place] < rooms[place]]
+        left = [index for index in left if guesses[index] < rooms[index]]
         if not left:
             break
-        norms = [min(slack * guesses[place], rooms[place]) for place in left]
+        norms = [min(slack * guesses[index], rooms[index]) for index in left]
         are_shown = is_within(grams.of(left), [norm * norm for norm in norms]).tolist()
-        for place, norm, is_shown in zip(left, norms, are_shown, strict=True):
+        for index, norm, is_shown in zip(left, norms, are_shown, strict=True):
             if is_shown:
-                lengths[place] = norm
-        left = [place for place in left if lengths[place] == math.inf]
+                lengths[index] = norm
+        left = [index for index in left if lengths[index] == math.inf]
     return lengths
 
 
-def _above(place: int, last: int) -> int:
+def _above(index: int, last: int) -> int:
     """Return the rung to which a norm may rise in a step, by one polynomial if that is enough."""
-    return min(place + _RISE, max(place + 1, _ONCE), last)
+    return min(index + _RISE, max(index + 1, _ONCE), last)
 
 
 def chosen(

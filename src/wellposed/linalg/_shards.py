@@ -37,7 +37,7 @@ def cut_of(tensor: Tensor, *, once: bool = True) -> Cut | None:
         return None
     mesh = tensor.device_mesh
     places = tensor.placements
-    over = [index for index, place in enumerate(places) if not place.is_replicate()]
+    over = [index for index, placement in enumerate(places) if not placement.is_replicate()]
     dims: set[Any] = {getattr(places[index], "dim", None) for index in over}
     if len(dims) != 1 or None in dims:
         return None
@@ -175,15 +175,15 @@ def wholes_of(
     wholes: dict[int, Tensor] = {}
     pairs = zip(layouts, tensors, strict=True)
     kinds = [(layout.cut.groups, tensor.dtype) for layout, tensor in pairs]
-    for places in in_stacks(range(len(kinds)), lambda place: kinds[place], lambda _: len(kinds)):
+    for places in in_stacks(range(len(kinds)), lambda index: kinds[index], lambda _: len(kinds)):
         cut = layouts[places[0]].cut
         ranks = range(cut.ranks)
-        by_owner = [[place for place in places if owners[place] == rank] for rank in ranks]
+        by_owner = [[index for index in places if owners[index] == rank] for rank in ranks]
         mine = by_owner[cut.rank]
         sent = [[_local(tensors[i], layouts[i]) for i in part] for part in by_owner]
         shapes = [[layouts[i].shape(rank) for i in mine] for rank in ranks]
         arrived = zip(mine, *_exchange(cut, sent, shapes), strict=True)
-        wholes |= {place: torch.cat(parts, layouts[place].dim) for place, *parts in arrived}
+        wholes |= {index: torch.cat(parts, layouts[index].dim) for index, *parts in arrived}
     return wholes
 
 

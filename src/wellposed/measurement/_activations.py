@@ -142,7 +142,7 @@ def _points(roles: Roles) -> list[_Point]:
         layers = [".".join(shared_segments(point.module, network.path)) for point in same_number]
         layer = max(layers, key=len, default=None)
         near = zip(same_number, layers, strict=True)
-        points |= {point.path: point for point, of in near if of == layer}
+        points |= {point.path: point for point, path in near if path == layer}
         if network.path != layer:
             points[network.path] = _Point(*number, "feedforward", network.path, network.path)
         if layer is not None:

@@ -150,7 +150,7 @@ class _Palette:
         from matplotlib.lines import Line2D
 
         roles = [Curve("", role, []) for role in self.roles]
-        layers = [Curve(self.layers[place], "", []) for place in _named(len(self.layers))]
+        layers = [Curve(self.layers[index], "", []) for index in _named(len(self.layers))]
         groups = {"roles; later layers are darker": roles}
         groups |= {"layers": layers} if self.has_plain else {}
         sides = ("left", "right")
@@ -193,7 +193,7 @@ def _named(count: int) -> list[int]:
     """Return which of the layers a legend names: all, or some from the first to the last."""
     if count <= MOST_NAMED:
         return list(range(count))
-    return [round(place * (count - 1) / 4) for place in range(5)]
+    return [round(quarter * (count - 1) / 4) for quarter in range(5)]
 
 
 def _is_near(limit: float, curves: Sequence[Curve], panel: Panel) -> bool:

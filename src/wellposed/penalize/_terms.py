@@ -396,13 +396,13 @@ def affinity_parts(
     if torch.is_grad_enabled():
         _check_gradients([role for role, _ in calls], read)
 
-    def size(place: int) -> int:
-        first = read[place].joined[0]
+    def size(index: int) -> int:
+        first = read[index].joined[0]
         most = _ENTRIES_CPU if first.device.type == "cpu" else _ENTRIES
         return most // max(1, math.prod(first.shape[:3]) * first.shape[2])
 
-    for some in in_stacks(range(len(read)), lambda place: read[place].kind(), size):
-        values = _together([read[place] for place in some]).mean(dim=0)
+    for some in in_stacks(range(len(read)), lambda index: read[index].kind(), size):
+        values = _together([read[index] for index in some]).mean(dim=0)
         names = [f"affinity.{role.stack}.{role.layer}" for role, _ in map(calls.__getitem__, some)]
         yield names, strength * values.unflatten(0, (len(some), -1)).sum(dim=1)
 

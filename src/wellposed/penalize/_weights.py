@@ -76,7 +76,7 @@ def _measured(like: Term, units: Sequence[Unit]) -> Iterator[tuple[list[Unit], T
         for places, values in measure(
             weights, squared=squared, side=side, gram_dtype=like.gram_dtype
         ):
-            yield [some[place] for place in places], values
+            yield [some[index] for index in places], values
 
 
 def _one_by_one(like: Term, unit: Unit) -> Iterator[tuple[list[Unit], Tensor]]:

@@ -85,13 +85,13 @@ class CallWatch:
         """Return a line per layer that was changed since and deviates; runs only changed layers."""
         lines: list[str] = []
         doubts: dict[str | None, None] = {}
-        for place, view in enumerate(self._views):
+        for index, view in enumerate(self._views):
             now = call_state(view.owner)
-            if now == self._states[place]:
+            if now == self._states[index]:
                 continue
             differs = layer_deviation(view)
             if differs is None:
-                self._states[place] = now
+                self._states[index] = now
                 doubts[doubt_of_experts(view)] = None
             else:
                 lines.append(differs.text)

@@ -97,10 +97,10 @@ def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
     codes: dict[int, Tensor] = {}
     moves: dict[int, Moves] = {}
     for number, claim in enumerate(claims, 1):
-        for place, (product, groups) in enumerate(claim.groups.values()):
+        for index, (product, groups) in enumerate(claim.groups.values()):
             known = codes.setdefault(id(product), torch.full((product.leaf.shape[-1],), -1))
             # the unit of a gate moves with that of `up`
-            _mark(known, groups, (64 * number + (place if claim.call else 0)) << 32)
+            _mark(known, groups, (64 * number + (index if claim.call else 0)) << 32)
             moves[id(product)] = Moves(known)
         if claim.call:
             shape = claim.call.leaf.shape
@@ -148,15 +148,15 @@ def _with_some_moved(values: Tensor, moves: Moves, *, odd: bool) -> Tensor:
     return moved.movedim(-1, moves.axis)
 
 
-def _hash_bit(place: Tensor, code: Tensor) -> Tensor:
-    mixed = place * _MIX[0] + code * _MIX[1]
+def _hash_bit(index: Tensor, code: Tensor) -> Tensor:
+    mixed = index * _MIX[0] + code * _MIX[1]
     return (((mixed ^ (mixed >> 29)) * _MIX[2]) >> 32) & 1
 
 
 def contradictions(claim: Claim, base: Record, replays: Sequence[Record]) -> Iterator[str]:
     """Yield how a claim fails: a number that moves in both replays has several sources."""
     # each row of each token moves in one replay only
-    orders = {cut: place for place, cut in enumerate(base.cuts.values())}
+    orders = {cut: index for index, cut in enumerate(base.cuts.values())}
     cuts = [[*replay.cuts.values()] for replay in replays]
 
     def moved(cut: Any, read: Callable[[Any, Record], Tensor | None]) -> list[Tensor]:
@@ -170,7 +170,9 @@ def contradictions(claim: Claim, base: Record, replays: Sequence[Record]) -> Ite
     last = claim.last
     call = claim.call
     for name, tensor in call.tensors.items() if call is not None else ():
-        first, second = (f.any(-1) for f in moved(call, lambda cut, _, of=name: cut.tensors[of]))
+        first, second = (
+            f.any(-1) for f in moved(call, lambda cut, _, name=name: cut.tensors[name])
+        )
         if (first & second).any():
             yield _witness(f"its {name}", tensor, first & second, [claim.groups[name][0]])
         elif not (first | second).any() and tensor.isfinite().all():
@@ -189,12 +191,12 @@ def contradictions(claim: Claim, base: Record, replays: Sequence[Record]) -> Ite
 
 def _witness(what: str, tensor: Tensor, mixed: Tensor, sources: Sequence[Cut]) -> str:
     """Return an example of a number that depends on several tokens or units."""
-    place = tuple(mixed.nonzero()[0].tolist())
+    index = tuple(mixed.nonzero()[0].tolist())
     labels = [cut.view.label for cut in sources if isinstance(cut, Product)]
-    text = f"{what} at place {list(place)} moves"
+    text = f"{what} at place {list(index)} moves"
     for source in sources if tensor.requires_grad else ():
         (gradient,) = torch.autograd.grad(
-            tensor[place].sum(), source.leaf, retain_graph=True, allow_unused=True
+            tensor[index].sum(), source.leaf, retain_graph=True, allow_unused=True
         )
         changed = [] if gradient is None else gradient.ne(0).any(-1).nonzero().tolist()
         if len(changed) > 1:

@@ -54,14 +54,14 @@ class OtherAttentionError(ShapeError):
 class UnknownHeadsError(ShapeError):
     """The names of an attention tell its four weights, but nothing tells the number of its heads."""
 
-    def __init__(self, place: LocatedModule, views: Mapping[str, WeightView]) -> None:
+    def __init__(self, located: LocatedModule, views: Mapping[str, WeightView]) -> None:
         super().__init__(
-            f"{place.path} ({class_name(place.module)}) has query, key, value and output weights but"
+            f"{located.path} ({class_name(located.module)}) has query, key, value and output weights but"
             f" no number of heads; looked for {', '.join(_HEADS)} on it, on what contains it and on"
             " their configurations"
         )
         self.weights = [
-            RoleWeight(role, place.stack, place.layer, place.path, views[role], place.kind)
+            RoleWeight(role, located.stack, located.layer, located.path, views[role], located.kind)
             for role in ATTENTION
         ]
 
@@ -124,28 +124,28 @@ class LocatedModule:
         for end in range(len(segments) - 1, -1, -1):
             around = self.model.get_submodule(".".join(segments[:end]))
             holders += [around, getattr(around, "config", None)]
-        return next((n for place in holders if (n := _first_count(place, _HEADS))), None)
+        return next((n for located in holders if (n := _first_count(located, _HEADS))), None)
 
     def num_key_heads(self) -> int | None:
         """Number of heads of keys and values, by a count on the module or its configuration."""
         holders = (self.module, getattr(self.module, "config", None))
-        return next((n for place in holders if (n := _first_count(place, _KEY_HEADS))), None)
+        return next((n for located in holders if (n := _first_count(located, _KEY_HEADS))), None)
 
 
-def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
+def attention_role(located: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the weight shapes."""
-    why = _other_kind(place)
+    why = _other_kind(located)
     if why:
-        raise OtherAttentionError(f"{place.path} ({class_name(place.module)}): {why}")
+        raise OtherAttentionError(f"{located.path} ({class_name(located.module)}): {why}")
     rows = views["query"].shape[0]
     key_rows = views["key"].shape[0]
-    num_heads = place.num_heads(rows)
+    num_heads = located.num_heads(rows)
     if num_heads is None:
-        raise UnknownHeadsError(place, views)
+        raise UnknownHeadsError(located, views)
     head_dim = rows // num_heads
     if rows % num_heads or key_rows % head_dim:
         raise ShapeError(
-            f"{place.path}: {num_heads} heads do not divide the query weight's {rows} rows and the"
+            f"{located.path}: {num_heads} heads do not divide the query weight's {rows} rows and the"
             f" key weight's {key_rows}; check the model's configuration, or pass where= without"
             " this module"
         )
@@ -153,15 +153,15 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     key_heads = key_rows // head_dim
     if read * key_heads != num_heads * views["value"].shape[0]:
         raise ShapeError(
-            f"{place.path}: the output weight reads {read} numbers, which {num_heads} heads of"
+            f"{located.path}: the output weight reads {read} numbers, which {num_heads} heads of"
             f" {views['value'].shape[0]} / {key_heads} values do not make. Set its number of heads"
             f" ({_HEADS[0]}), or give a batch, as some rows of its query may be no query"
         )
     return AttentionRole(
-        path=place.path,
-        kind=place.kind,
-        stack=place.stack,
-        layer=place.layer,
+        path=located.path,
+        kind=located.kind,
+        stack=located.stack,
+        layer=located.layer,
         num_heads=num_heads,
         num_key_value_heads=key_rows // head_dim,
         head_dim=head_dim,
@@ -170,14 +170,14 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     )
 
 
-def _other_kind(place: LocatedModule) -> str | None:
+def _other_kind(located: LocatedModule) -> str | None:
     """Return why the four weights of a module may not be those of attention by a softmax."""
-    module = place.module
+    module = located.module
     # RecurrentGemma's attention is a softmax: the name of the family says nothing
-    families = [class_name(place.model), type(getattr(module, "config", None)).__name__]
+    families = [class_name(located.model), type(getattr(module, "config", None)).__name__]
     kind = class_name(module)
     shared = max(_shared_letters(kind, family) for family in families)
-    names = (kind[shared:], place.path.rpartition(".")[2])
+    names = (kind[shared:], located.path.rpartition(".")[2])
     if any(_OTHER_KIND.search(name) for name in names):
         return "its name says another kind of attention"
     if any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in module.modules()):
@@ -228,9 +228,9 @@ def attention_named(query: str, key: str, value: str, output: str) -> ReadAttent
     """Return a reader of attention with four linear layers of these names."""
     names = {"query": query, "key": key, "value": value, "output": output}
 
-    def read(place: LocatedModule) -> AttentionRole | None:
-        views = _linear_views(place, names)
-        return attention_role(place, views) if views else None
+    def read(located: LocatedModule) -> AttentionRole | None:
+        views = _linear_views(located, names)
+        return attention_role(located, views) if views else None
 
     return read
 
@@ -241,27 +241,27 @@ def attention_fused(fused: str, output: str, *, grouped: bool = False) -> ReadAt
     With ``grouped`` there may be fewer keys and values than queries, if the module counts them.
     """
 
-    def read(place: LocatedModule) -> AttentionRole | None:
-        views = _linear_views(place, {"fused": fused, "output": output})
+    def read(located: LocatedModule) -> AttentionRole | None:
+        views = _linear_views(located, {"fused": fused, "output": output})
         if not views:
             return None
         stacked = views.pop("fused")
         if stacked.shape[0] == 3 * views["output"].shape[1]:
             parts = [chunked(stacked, (index, 3)) for index in range(3)]
-        elif grouped and (rows := _grouped_rows(place, stacked, views["output"].shape[1])):
+        elif grouped and (rows := _grouped_rows(located, stacked, views["output"].shape[1])):
             parts = [stacked.of_rows(*span) for span in rows]
         else:
             return None  # nobody says in which order they are
         views |= dict(zip(ATTENTION[:3], parts, strict=True))
-        return attention_role(place, views)
+        return attention_role(located, views)
 
     return read
 
 
-def _grouped_rows(place: LocatedModule, stacked: WeightView, read: int) -> Spans | None:
+def _grouped_rows(located: LocatedModule, stacked: WeightView, read: int) -> Spans | None:
     """Return the rows of queries, keys and values, if the counts of the module add up to them."""
-    heads = place.num_heads(read)
-    key_heads = place.num_key_heads()
+    heads = located.num_heads(read)
+    key_heads = located.num_key_heads()
     if not heads or not key_heads or read % heads:
         return None
     width = read // heads * key_heads
@@ -278,38 +278,38 @@ def feedforward_named(
     """
     names = {"up": up, "down": down, **({"gate": gate} if gate else {})}
 
-    def read(place: LocatedModule) -> FeedForwardRole | None:
-        if without and place.child(without) is not None:
+    def read(located: LocatedModule) -> FeedForwardRole | None:
+        if without and located.child(without) is not None:
             return None
-        views = _linear_views(place, names)
+        views = _linear_views(located, names)
         # a wider weight holds a gate too, in rows that no name tells
         width = views["down"].shape[1] if views else 0
         if not views or any(views[name].shape[0] != width for name in views if name != "down"):
             return None
-        return FeedForwardRole(place.path, place.stack, place.layer, **views)
+        return FeedForwardRole(located.path, located.stack, located.layer, **views)
 
     return read
 
 
-def feedforward_in_a_row(place: LocatedModule) -> FeedForwardRole | None:
+def feedforward_in_a_row(located: LocatedModule) -> FeedForwardRole | None:
     """Read a ``Sequential`` of two linear layers inside a module that is called a feed-forward.
 
     Beside them may be activations, norms and dropout, alone or with the first in a ``Sequential``.
     """
-    holder, _, _ = place.path.rpartition(".")
-    around = place.model.get_submodule(holder)
-    if not isinstance(place.module, nn.Sequential) or not any(
+    holder, _, _ = located.path.rpartition(".")
+    around = located.model.get_submodule(holder)
+    if not isinstance(located.module, nn.Sequential) or not any(
         map(_FEEDFORWARD_NAME.search, (class_name(around), holder.rpartition(".")[2]))
     ):
         return None
-    linear = [(name, part) for name, part in place.module.named_modules() if _is_layer(part)]
-    others = [part for part in place.module.modules() if not _is_layer(part)]
+    linear = [(name, part) for name, part in located.module.named_modules() if _is_layer(part)]
+    others = [part for part in located.module.modules() if not _is_layer(part)]
     if len(linear) != 2 or any(isinstance(part, _NOT_POINTWISE) for part in others):
         return None
-    up, down = (view_of(place.join(name), part) for name, part in linear)
+    up, down = (view_of(located.join(name), part) for name, part in linear)
     if up.shape != down.shape[::-1]:
         return None
-    return FeedForwardRole(holder, place.stack, place.layer, up=up, down=down)
+    return FeedForwardRole(holder, located.stack, located.layer, up=up, down=down)
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -318,24 +318,24 @@ def _is_layer(module: nn.Module) -> bool:
 
 def first_of(*readers: Reader[Role]) -> Reader[Role]:
     """Return a reader with the first result that is not None."""
-    return lambda place: next(filter(None, (reader(place) for reader in readers)), None)
+    return lambda located: next(filter(None, (reader(located) for reader in readers)), None)
 
 
-def _linear_views(place: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
+def _linear_views(located: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
     """Return the views of these named children; nothing unless all are linear layers."""
-    paths = {role: _path_of_linear(place, name) for role, name in names.items()}
-    layers = {role: place.child(path) for role, path in paths.items()}
+    paths = {role: _path_of_linear(located, name) for role, name in names.items()}
+    layers = {role: located.child(path) for role, path in paths.items()}
     linear = {
         role: layer for role, layer in layers.items() if layer is not None and is_linear(layer)
     }
     if len(linear) < len(names):
         return {}
-    return {role: view_of(place.join(paths[role]), layer) for role, layer in linear.items()}
+    return {role: view_of(located.join(paths[role]), layer) for role, layer in linear.items()}
 
 
-def _path_of_linear(place: LocatedModule, name: str) -> str:
+def _path_of_linear(located: LocatedModule, name: str) -> str:
     """Return the path of a child, or of its first part if all others are dropout or identities."""
-    child = place.child(name)
+    child = located.child(name)
     if not isinstance(child, (nn.Sequential, nn.ModuleList)) or not len(child):
         return name
     first, *others = child
@@ -343,29 +343,29 @@ def _path_of_linear(place: LocatedModule, name: str) -> str:
     return f"{name}.0" if is_alone else name
 
 
-def _l2_attention(place: LocatedModule) -> AttentionRole | None:
+def _l2_attention(located: LocatedModule) -> AttentionRole | None:
     """Read wellposed's L2 attention; if tied, one projection is both query and key."""
-    if not isinstance(getattr(place.module, "tied", None), bool):
+    if not isinstance(getattr(located.module, "tied", None), bool):
         return None
-    views = _linear_views(place, {"query": "q_proj", "value": "v_proj", "output": "o_proj"})
+    views = _linear_views(located, {"query": "q_proj", "value": "v_proj", "output": "o_proj"})
     if not views:
         return None
-    views |= _linear_views(place, {"key": "k_proj"}) or {"key": views["query"]}
-    return attention_role(place, views)
+    views |= _linear_views(located, {"key": "k_proj"}) or {"key": views["query"]}
+    return attention_role(located, views)
 
 
-def _torch_attention(place: LocatedModule) -> AttentionRole | None:
-    module = place.module
+def _torch_attention(located: LocatedModule) -> AttentionRole | None:
+    module = located.module
     if not isinstance(module, nn.MultiheadAttention):
         return None
-    stacked = WeightView(place.path, module, "in_proj_weight")
+    stacked = WeightView(located.path, module, "in_proj_weight")
     fused = module.in_proj_weight is not None
     views = {
         role: chunked(stacked, (index, 3)) if fused else replace(stacked, attribute=name)
         for index, (role, name) in enumerate(_OF_TORCH.items())
     }
-    views["output"] = view_of(place.join("out_proj"), module.out_proj)
-    return attention_role(place, views)
+    views["output"] = view_of(located.join("out_proj"), module.out_proj)
+    return attention_role(located, views)
 
 
 _OF_TORCH = {"query": "q_proj_weight", "key": "k_proj_weight", "value": "v_proj_weight"}

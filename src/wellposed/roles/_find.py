@@ -212,13 +212,13 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
         # PEFT's models pass on every attribute of the model inside, which is read by itself.
         return all(paths.get(view.owner_path) is view.owner for view in views)
 
-    def read(reader: Reader[Role], place: LocatedModule) -> Role | None:
+    def read(reader: Reader[Role], located: LocatedModule) -> Role | None:
         try:
-            role = reader(place)
+            role = reader(located)
         except WellposedError as error:
             if isinstance(error, UnknownHeadsError):
                 loose.extend(weight for weight in error.weights if are_inside([weight.view]))
-            problems[place.path] = error
+            problems[located.path] = error
             return None
         return role if role is None or are_inside(views_of(role).values()) else None
 
@@ -226,13 +226,13 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
     named = ((path, part) for path, part in model.named_modules() if wrapped_by(part) is None)
     modules = [LocatedModule(path, module, model) for path, module in named]
     attention: dict[str, AttentionRole] = {}
-    for place in modules:
-        inside = not attention.keys().isdisjoint(_prefixes(place.path))
-        if not inside and (role := read(attention_of, place)):
+    for located in modules:
+        inside = not attention.keys().isdisjoint(_prefixes(located.path))
+        if not inside and (role := read(attention_of, located)):
             attention[role.path] = role
     around = attention.keys() | {weight.path for weight in loose}
-    outside = (place for place in modules if around.isdisjoint(_prefixes(place.path)))
-    networks = (network for place in outside if (network := read(network_of, place)))
+    outside = (located for located in modules if around.isdisjoint(_prefixes(located.path)))
+    networks = (network for located in outside if (network := read(network_of, located)))
     return Roles(tuple(attention.values()), tuple(networks), loose=tuple(loose))
 
 

@@ -13,10 +13,10 @@ LocatedWeight = tuple[WeightView, Tensor]
 
 
 def located(
-    place: LocatedWeight, weight: Tensor
+    weight_place: LocatedWeight, weight: Tensor
 ) -> tuple[WeightView, range, tuple[int, ...]] | None:
     """Return the view, rows and stack indices that ``weight`` (..., out, in) covers, or None."""
-    view, known = place
+    view, known = weight_place
     if known.ndim not in (2, 3) or weight.ndim not in (2, 3):
         return None
     start = int(weight.storage_offset() - known.storage_offset())

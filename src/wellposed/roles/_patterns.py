@@ -98,15 +98,15 @@ def with_patterns(
     )
 
 
-def _grouped(place: LocatedModule, weights: Sequence[RoleWeight]) -> Part | None:
+def _grouped(located: LocatedModule, weights: Sequence[RoleWeight]) -> Part | None:
     views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in weights}
     stack = weights[0].stack
     if len(views) < len(weights):
         return None
     if views.keys() == {*ATTENTION}:
-        return attention_role(place, views)
+        return attention_role(located, views)
     if views.keys() >= {"up", "down"} and stack is not None:
-        return FeedForwardRole(place.path, stack, weights[0].layer or 0, **views)
+        return FeedForwardRole(located.path, stack, weights[0].layer or 0, **views)
     return None
 
 
@@ -162,9 +162,9 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
     if role.endswith("_embedding"):
         return RoleWeight(role, None, None, path, view)
     around = path.rpartition(".")[0]
-    place = LocatedModule(around, model.get_submodule(around), model)
-    kind = place.kind if role in ATTENTION else None
-    return RoleWeight(role, place.stack, place.layer, around, view, kind)
+    located = LocatedModule(around, model.get_submodule(around), model)
+    kind = located.kind if role in ATTENTION else None
+    return RoleWeight(role, located.stack, located.layer, around, view, kind)
 
 
 def _plain(name: str) -> str:

@@ -102,12 +102,12 @@ class Reader:
         extra += [("latent", view) for view in self._latents(used)]
         heads = {name: full[name].heads for name in _PROJECTIONS}
         cross = self._is_cross(full["query"].products[0], full["key"].products[0])
-        place = self._place(views, outputs[0], call)
+        located = self._place(views, outputs[0], call)
         part = AttentionRole(
-            path=place.path,
+            path=located.path,
             kind="cross" if cross else "self",
-            stack="decoder" if cross or call.causal else place.stack,
-            layer=place.layer,
+            stack="decoder" if cross or call.causal else located.stack,
+            layer=located.layer,
             num_heads=len(heads["query"]),
             num_key_value_heads=len(heads["key"]),
             head_dim=len(full["query"].rows[0]),
@@ -144,8 +144,8 @@ class Reader:
         for entry in down.experts:
             views = {name: product.view_of(rows, entry) for name, (product, rows) in named.items()}
             views["down"] = down.view_of(None, entry)
-            place = self._place(views, down)
-            roles.append(FeedForwardRole(place.path, place.stack, place.layer, **views))
+            located = self._place(views, down)
+            roles.append(FeedForwardRole(located.path, located.stack, located.layer, **views))
         groups = {
             name: (
                 product,
@@ -322,8 +322,8 @@ class Reader:
         weights: list[RoleWeight] = []
         for role, projection in projections.items():
             for view in projection.views if projection else ():
-                place = LocatedModule(view.owner_path, view.owner, self.model)
-                where = place.stack, place.layer, place.path
+                located = LocatedModule(view.owner_path, view.owner, self.model)
+                where = located.stack, located.layer, located.path
                 weights.append(RoleWeight(role.split()[0], *where, view, "self"))
         names = ", ".join(weight.view.label for weight in weights)
         text = f"an attention call{f' of {names}' if names else ''}: its {', '.join(missing)} is no"

@@ -142,9 +142,9 @@ class Roles:
     def __str__(self) -> str:
         rows = [("stack", "layer", "role", "shape", "parameter")]
         for item in self.weights():
-            place = (item.stack or MISSING, format_number(item.layer))
+            where = (item.stack or MISSING, format_number(item.layer))
             shape = item.view.shape
-            rows.append((*place, item.role, "x".join(map(str, shape)), item.view.label))
+            rows.append((*where, item.role, "x".join(map(str, shape)), item.view.label))
         table = aligned(rows, "lrlrl")
         unnamed = f"no role: {', '.join(self.unnamed)}" if self.unnamed else ""
         return "\n".join(line for line in (table, unnamed, *self.notes) if line)

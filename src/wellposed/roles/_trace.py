@@ -161,10 +161,10 @@ class Tracer(TorchFunctionMode):
         ids, table = call.inputs[:2]
         known = all(_address(tensor) in self._neutral for tensor in call.inputs)
         output = call.output if known else self._cut(call.output)
-        place = self._place_of(table)
-        if place is None:
+        position = self._place_of(table)
+        if position is None:
             return output
-        view = place[0]
+        view = position[0]
         if _address(ids) in self._given or len(ids.unique()) == 1:
             self._rows.pop(_name(view), None)
             if _address(ids) in self._given:
@@ -316,14 +316,14 @@ class Tracer(TorchFunctionMode):
         return list(pairs.values())
 
     def _product(self, source: Tensor, weight: Tensor, output: Tensor) -> Tensor:
-        place = self._place_of(weight)
-        location = place and located(place, weight)
+        position = self._place_of(weight)
+        location = position and located(position, weight)
         if location:
             constant = _address(source) in self._neutral
             known = dict(zip(("view", "rows", "entries"), location, strict=True))
             return self._cut(output, Product, source, **known, constant=constant)
         known = _address(weight) in self._neutral and _address(source) not in self._neutral
-        return self._cut(output) if place or known else output
+        return self._cut(output) if position or known else output
 
     def given(self, value: Tensor) -> Tensor:
         """Mark an input of the model, and cut the graph there so that tracing stops."""

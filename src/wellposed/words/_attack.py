@@ -60,7 +60,7 @@ class WordAttack:
                     best = (count, tried[int(ahead.amax(1).argmax())])
                     break
                 places = ahead[:, target].topk(min(self.beam, len(tried))).indices.tolist()
-                beam = [tried[place] for place in places]
+                beam = [tried[index] for index in places]
         return best
 
     def _ahead(self, texts: Sequence[Tensor], label: int) -> Tensor:

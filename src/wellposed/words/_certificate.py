@@ -221,7 +221,7 @@ class WordCertificate:
             ShapeError: a text without words.
         """
         encoded = [self.reader.encode(text) for text in texts]
-        empty = [place for place, ids in enumerate(encoded) if not len(ids)]
+        empty = [index for index, ids in enumerate(encoded) if not len(ids)]
         if empty:
             raise ShapeError(
                 f"words: no word in text {empty[0]} of {len(encoded)}, so it has no answer; give texts"
@@ -344,18 +344,18 @@ class WordCertificate:
     ) -> list[int]:
         """Return `hold` of each text: the words with the largest gains are the worst case."""
         most = 0 if self.reason else most
-        of = torch.tensor(labels)
+        targets = torch.tensor(labels)
         padded = pad_sequence(list(texts), batch_first=True)
         lengths = torch.tensor([len(text) for text in texts])
         gains = padded.new_zeros(*padded.shape[:2], logits.shape[1], dtype=logits.dtype)
-        for label in of.unique().tolist() if most else []:
-            gains[of == label] = self.reader.gains(label, padded[of == label])
+        for label in targets.unique().tolist() if most else []:
+            gains[targets == label] = self.reader.gains(label, padded[targets == label])
         behind = torch.arange(padded.shape[1]) >= lengths[:, None]
         gains.masked_fill_(behind[..., None], 0)
         count = min(most, padded.shape[1])
         moved = gains.topk(count, dim=1).values.cumsum(1) / lengths[:, None, None]
-        ahead = logits.gather(1, of[:, None]) - logits
-        ahead.scatter_(1, of[:, None], torch.inf)
+        ahead = logits.gather(1, targets[:, None]) - logits
+        ahead.scatter_(1, targets[:, None], torch.inf)
         certified = (rounded_up(moved) < ahead[:, None]).all(2).long().cumprod(1).sum(1)
         # If all words of a text may be replaced, any number may.
         certified = certified.masked_fill(certified == padded.shape[1], most)
@@ -407,7 +407,7 @@ class WordCertificate:
             against = int((ahead - gains.sum(0)).argmin())
             of_margin = gains[:, against] / ahead[against]
             order = of_margin.argsort(descending=True).tolist()
-            shares = [(typed[place], float(of_margin[place])) for place in order]
+            shares = [(typed[index], float(of_margin[index])) for index in order]
         return TextReport(
             label=label,
             words=result.words,

@@ -53,7 +53,7 @@ def encode_words(
         tokens: ``word_tokens`` of the model's `WindowConfig`.
         mark: ``word_mark`` of the model's `WindowConfig`: precedes the ids of each word.
     """
-    distinct = {word: place for place, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
+    distinct = {word: index for index, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
     options = {"padding": "max_length", "truncation": True, "max_length": tokens, "verbose": False}
     # In some vocabularies the blank before a word is part of its first token.
     spaced = [f" {word}" for word in distinct]

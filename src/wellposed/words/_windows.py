@@ -131,17 +131,17 @@ class WindowReader:
         new = self._strongest(target)
         ahead = self._leads(windows, target, label)
         ahead[(windows != self._windows(original)).any(1)] = torch.inf
-        for place in ahead.topk(min(_TRIES, len(ahead)), largest=False).indices.tolist():
-            words = windows[place].view(-1, self.tokens)
+        for index in ahead.topk(min(_TRIES, len(ahead)), largest=False).indices.tolist():
+            words = windows[index].view(-1, self.tokens)
             ids_of_words = words[:, self.tokens - self.model.config.word_tokens :]
             filled = (ids_of_words != self.model.config.pad_token_id).any(1).nonzero()[:, 0]
-            if not len(filled) or ahead[place].isinf():
+            if not len(filled) or ahead[index].isinf():
                 continue
             others = words.repeat(len(filled), len(new), 1, 1)
             others[torch.arange(len(filled)), :, filled] = new
             others = others.flatten(2).flatten(0, 1)
             text = windows.clone()
-            text[place] = others[self._leads(others, target, label).argmax()]
+            text[index] = others[self._leads(others, target, label).argmax()]
             texts.append(text.flatten()[: len(ids)])
         return texts
 
