@@ -33,7 +33,7 @@ def test_the_notebook_has_its_parts_and_its_outputs():
         "constrain_",
         "OrthogonalityPenalty",
         "Monitor(",
-        "plt.show()",
+        "monitor.plot()",
         "WordCertificate",
         "compare char_lm",
     )
