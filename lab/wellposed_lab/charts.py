@@ -333,8 +333,8 @@ def _finish(axes: Any, panel: Panel) -> None:
         name, height = panel.level
         axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (2, 2)))
         axes.annotate(
-            name, (1, height), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
-            ha="right", fontsize=8,
+            name, (1, height), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
+            ha="left", va="center", fontsize=8, annotation_clip=False,
         )  # fmt: skip
     if panel.y_limits is not None:
         axes.set_ylim(*panel.y_limits)
