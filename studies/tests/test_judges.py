@@ -24,7 +24,7 @@ from wellposed_studies.mcgrath2024 import equations
 from wellposed_studies.mcgrath2024 import scores as mcgrath
 from wellposed_studies.recipe import RECIPES, Reproduction
 from wellposed_studies.sengupta2023 import costs as sizes
-from wellposed_studies.sengupta2023 import layers, sweeps, tables, tokens
+from wellposed_studies.sengupta2023 import layers, tables, tokens
 from wellposed_studies.sengupta2023 import theorems as layer_theorems
 from wellposed_studies.sengupta2023.trained import LABELS, VARIANTS
 from wellposed_studies.verdicts import every
@@ -295,7 +295,7 @@ VERDICTS = {
     ),
     "sengupta2023/figure-5": Fed(layers.judge_figure_5, ([0.1, -0.3], [0.2]), ([0.1, -0.4], [0.2])),
     "sengupta2023/figure-6": Fed(
-        sweeps.judge_figure_6,
+        layers.judge_figure_6,
         (changes(1.0, 2.0, -0.5, -1.0), LABELS["post_ln"]),
         (changes(-1.0, 2.0, 0.5, -1.0), LABELS["post_ln"]),
     ),
@@ -351,8 +351,8 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
         (tokens.judge_figure_4, (seeds(1.0), seeds(0.5), seeds(0.7), seeds(0.01))),
         (layers.judge_figure_7, ([0.25, 0.25], 0.25, [0.007])),
         (layers.judge_figure_3a, (seeds(1.0), seeds(1.5))),
-        (sweeps.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
-        (sweeps.judge_transformer, (changes(0.5, 0.0, 2.0, math.nan), LABELS["post_ln"])),
+        (layers.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
+        (layers.judge_transformer, (changes(0.5, 0.0, 2.0, math.nan), LABELS["post_ln"])),
         (layers.judge_figure_5, ([0.1], [0.0])),
         (order.judge, ([[tight(0.5)], [[0.1, 0.3, 0.05]]],)),
         (small_translation.judge, ([2.0, -3.0, 0.5],)),

@@ -16,8 +16,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import wellposed
-from wellposed import certification
-from wellposed.certification import LayerBound, RuleContext, certify, inherit_rule, register_rule
+from wellposed.certification import LayerBound, certify, inherit_rule, register_rule
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import L2Layer, certified_spectral_norm, l2_constants
 from wellposed.models import WellposedConfig, WellposedModel
@@ -342,8 +341,3 @@ def test_a_certificate_of_bert_enters_fourteen_files():
     finally:
         sys.setprofile(before)
     assert len(entered) <= 14, sorted(entered)
-
-
-def test_the_name_that_a_context_had_before_works_for_a_release():
-    with pytest.warns(FutureWarning, match="RuleContext"):
-        assert certification.Site is RuleContext

@@ -218,7 +218,7 @@ def test_a_model_init_is_followed_and_conditioned(tmp_path):
         expected = max(row["sigma_max"] for row in wp.measure(made[number]).rows)
         assert end["cond/sigma_max/max"] == pytest.approx(expected, rel=1e-3)
     assert all(p.grad is None for p in first.parameters())
-    assert (hooks, hook_count(first)) == (6, 0)
+    assert (hooks, hook_count(first)) == (8, 0)
     penalty.remove()
     assert hook_count(made[2]) == 0
 
