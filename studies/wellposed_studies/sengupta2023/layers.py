@@ -45,6 +45,7 @@ from wellposed_studies.study import FinishedRun, judged, listing, mean_series, m
 from wellposed_studies.verdicts import AGREED, Power, agreed, by_training, every, within
 
 _NOTES = (NEIGHBOURS_NOTE, SCALE_NOTE, SEEDS_NOTE)
+MINI_NOTE = "at mini scale on IMDb alone: its characters take more steps than that scale has"
 _DATA: dict[str, Any] = {"takes": ("data",)}
 FACTORS = {
     **_DATA,

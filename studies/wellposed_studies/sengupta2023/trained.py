@@ -48,7 +48,6 @@ NEIGHBOURS_NOTE = (
     "entropies in nats by the three nearest neighbours (the paper names no estimator). Entropy"
     " depends on scale"
 )
-MINI_NOTE = "at mini scale on IMDb alone: its characters take more steps than that scale has"
 SCALE_NOTE = (
     'the paper prints no scale of the embeddings. Its released code draws them from N(0, 1): "scaled"'
     " here, by which verdicts go. The others start as N(0, 1/D)"
