@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,20 @@ def deepseek(size: Size) -> nn.Module:
         num_hidden_layers=layers, first_k_dense_replace=size.dense, n_routed_experts=256
     )
     model = DeepseekV3ForCausalLM(config)
-    for layer in list(model.model.layers)[size.dense :]:
-        mlp: Any = layer.mlp
-        width, network = config.moe_intermediate_size, type(mlp.shared_experts)
-        experts = [network(config, intermediate_size=width) for _ in range(size.experts)]
-        mlp.experts = nn.ModuleList(experts)
+    sparse: Any = list(model.model.layers)[size.dense].mlp
+    network = partial(
+        type(sparse.shared_experts), config, intermediate_size=config.moe_intermediate_size
+    )
+    return with_expert_modules(model, network, size.experts, first=size.dense)
+
+
+def with_expert_modules(
+    model: nn.Module, network: Callable[[], nn.Module], count: int, *, first: int = 0
+) -> nn.Module:
+    """Give every layer from ``first`` on one module per expert, as in the model's checkpoint."""
+    body: Any = model.model
+    for layer in list(body.layers)[first:]:
+        layer.mlp.experts = nn.ModuleList(network() for _ in range(count))
     return model
 
 
@@ -106,12 +116,8 @@ def mixtral(size: Size) -> nn.Module:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
 
     config = MixtralConfig(num_hidden_layers=size.sparse)
-    model = MixtralForCausalLM(config)
-    for layer in list(model.model.layers):
-        block: Any = layer.mlp
-        experts = [Qwen3MoeMLP(config, config.intermediate_size) for _ in range(size.experts)]
-        block.experts = nn.ModuleList(experts)
-    return model
+    network = partial(Qwen3MoeMLP, config, config.intermediate_size)
+    return with_expert_modules(MixtralForCausalLM(config), network, size.experts)
 
 
 def qwen3_moe(size: Size) -> nn.Module:
@@ -124,12 +130,8 @@ def qwen3_moe(size: Size) -> nn.Module:
         num_key_value_heads=4, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8,
         vocab_size=151936,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
-    for layer in list(model.model.layers):
-        block: Any = layer.mlp
-        experts = [Qwen3MoeMLP(config, config.moe_intermediate_size) for _ in range(size.experts)]
-        block.experts = nn.ModuleList(experts)
-    return model
+    network = partial(Qwen3MoeMLP, config, config.moe_intermediate_size)
+    return with_expert_modules(Qwen3MoeForCausalLM(config), network, size.experts)
 
 
 MODELS = {

@@ -26,7 +26,8 @@ def import_file(path: Path) -> None:
     """
     if not path.is_file():
         raise ConfigError(f"--import {path}: no such file; name a Python file")
-    path, source = path.resolve(), path.read_bytes()
+    path = path.resolve()
+    source = path.read_bytes()
     digest = sha256(source).hexdigest()
     if _imported.get(str(path)) == digest:
         return

@@ -14,13 +14,18 @@ def check_whole(call: str, model: Any) -> None:
         ConfigError: a weight has the attribute ``ds_id``, also if it is gathered for the moment.
     """
     weights: Any = getattr(model, "named_parameters", dict)()
-    parts = [name for name, weight in weights if hasattr(weight, "ds_id")]
+    parts = [name for name, weight in weights if is_in_parts(weight)]
     if parts:
         raise ConfigError(
             f"{call}: DeepSpeed ZeRO-3 keeps these weights in parts, and gathers them for one layer at"
             f" a time: {shortened(parts)}. Train with ZeRO stage 1 or 2, DDP or FSDP2, or load the"
             " saved model into one process (docs/howto/machines.md)"
         )
+
+
+def is_in_parts(weight: Any) -> bool:
+    """Return whether ZeRO-3 has the weight, also if it is gathered for the moment."""
+    return hasattr(weight, "ds_id")
 
 
 def is_copied(weight: Any) -> bool:

@@ -426,7 +426,8 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
 
 def _task_text(task: TaskComparison) -> str:
     """Return the table of one task for a terminal, with its verdicts and notes."""
-    table, (first, *others) = results_table(task), task.variants
+    table = results_table(task)
+    first, *others = task.variants
     rows = [[cell.text for cell in row] for row in table.body]
     headings = [column.heading for column in table.headings]
     verdicts = ((rival.variant, rival.comparison.verdict) for rival in others if rival.comparison)

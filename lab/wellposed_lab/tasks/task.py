@@ -173,7 +173,9 @@ class TokenTask(Task, Generic[Examples]):
         max_length: int,
         described: Mapping[str, Any],
     ) -> None:
-        self._encoder, self._examples, self._max_length = encoder, dict(examples), max_length
+        self._encoder = encoder
+        self._examples = dict(examples)
+        self._max_length = max_length
         self._described = described
 
     def _build_tokenizer(self) -> PreTrainedTokenizerFast:

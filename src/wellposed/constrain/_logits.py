@@ -242,7 +242,8 @@ class HeldAttention(ConstrainedMatrix):
     def __init__(
         self, role: AttentionRole, model: nn.Module, owners: Mapping[Any, Optimizer], bound: float
     ) -> None:
-        self.role, self.module = role, model.get_submodule(role.path)
+        self.role = role
+        self.module = model.get_submodule(role.path)
         self.parts = head_rows(role)
         self.scaled = scaled_parameters(self.parts, role.num_heads)
         chosen = Logits(bound, num_heads=role.num_heads)

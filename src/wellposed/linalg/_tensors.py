@@ -222,7 +222,9 @@ class Workspace:
     @contextlib.contextmanager
     def task(self, task: tuple[Hashable, ...], *, is_ahead: bool) -> Iterator[None]:
         """Remember the numbers of a task (members of a batch); guess them if ``is_ahead``."""
-        self._task, self.is_ahead, self._count = task, is_ahead, Counter()
+        self._task = task
+        self.is_ahead = is_ahead
+        self._count = Counter()
         try:
             yield
         finally:
@@ -305,7 +307,9 @@ class Workspace:
 
     def forget(self) -> None:
         """Drop unfinished work: another step begins."""
-        self._unread, self._results, self._wrong = [], [], set()
+        self._unread = []
+        self._results = []
+        self._wrong = set()
 
     def _remember(self, key: Hashable, numbers: list[float], margins: _Margins) -> None:
         slack, minimum, decay = margins

@@ -43,11 +43,15 @@ NOT_A_BOUND = "Constraints of single matrices are no Lipschitz bound of the mode
 
 def loading_lines(model: Any, name: str) -> list[str]:
     """Return the section of a card that loads a model from a folder or repository ``name``."""
-    code, note = AS_IT_IS, ""
-    if norms := recorded(model.config).get("removed_norms"):
-        code, note = WITH_OUR_LOADER, NOTE_ON_NORMS.format(lost=len(norms))
+    norms = recorded(model.config).get("removed_norms")
+    code = WITH_OUR_LOADER
+    if norms:
+        note = NOTE_ON_NORMS.format(lost=len(norms))
     elif _is_ours(model) or attention_of(model.config) is not None:
-        code, note = WITH_OUR_LOADER, NOTE
+        note = NOTE
+    else:
+        code = AS_IT_IS
+        note = ""
     if reads_images(model):
         code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from wellposed.errors import ConfigError
 from wellposed.models._card import card_text
 
-BEGIN, END = "<!-- wellposed: begin -->", "<!-- wellposed: end -->"
+BEGIN = "<!-- wellposed: begin -->"
+END = "<!-- wellposed: end -->"
 """Lines around our part of a card; the rest is the author's, and stays."""
 
 

@@ -27,7 +27,7 @@ from wellposed.penalize._weights import weight_parts
 from wellposed.plan import Plan
 from wellposed.removed_names import removed_keywords
 from wellposed.roles import CallWatch, LiveParts, Roles, batch_advice, find_roles_for, heads_advice
-from wellposed.zero_weights import check_whole, is_copied
+from wellposed.zero_weights import check_whole, is_copied, is_in_parts
 
 Strength = float | Callable[[int], float]
 _UNSEEN = ("flash", "flex", "paged")  # kernels that call neither SDPA nor a softmax
@@ -357,7 +357,8 @@ class OrthogonalityPenalty:
 
     def _check_live(self) -> None:
         """Refuse a model whose penalised parts changed; count shared weights anew."""
-        if not torch.compiler.is_compiling():
+        # ZeRO-3 takes all weights of a model, so the first tells; this is run in every step.
+        if not torch.compiler.is_compiling() and is_in_parts(next(self._live.model.parameters())):
             check_whole("OrthogonalityPenalty", self._live.model)
         now = _terms.bound_state(self._given, self._terms)
         lines = self._live.changes()

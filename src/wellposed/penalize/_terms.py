@@ -332,7 +332,9 @@ class AffinityCapture:
 
     def _begin(self, *_: Any) -> None:
         self._watcher.forget()
-        self._seen, self._entered, self._skipped = {}, set(), set()
+        self._seen = {}
+        self._entered = set()
+        self._skipped = set()
         self._inside = set()
         self._is_watching = self._ran = self._is_due()
 

@@ -47,7 +47,8 @@ class PenalisedLoss:
         self.trainer = trainer
         self._scale = scale
         self._overcount = Overcount(trainer, computed)
-        self._computed, self._replaced = computed, vars(trainer).get("compute_loss")
+        self._computed = computed
+        self._replaced = vars(trainer).get("compute_loss")
         self._path = self._path_in(unwrapped(trainer.model))
         self._step: int | None = None
         self._is_first = True

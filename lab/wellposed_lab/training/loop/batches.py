@@ -42,7 +42,8 @@ class MicroBatches:
         self._seed = seed
         self._rank, self._world = process
         self.epoch, self.index = start
-        self._examples, self._members = task.dataset("train"), self._order(start[0])
+        self._examples = task.dataset("train")
+        self._members = self._order(start[0])
 
     def take(self, count: int) -> list[Batch]:
         """Return the next ``count`` micro-batches of this process, skipping those of the others."""

@@ -158,7 +158,8 @@ class _Anderson:
         self.contraction = contraction
         self.batch = y.shape[0] if y.dim() > 1 else 1
         shape = (self.batch, _WINDOW, y.numel() // max(self.batch, 1))
-        self.differences, self.images = y.new_zeros(shape), y.new_zeros(shape)
+        self.differences = y.new_zeros(shape)
+        self.images = y.new_zeros(shape)
         self.count = 0
         self.last: tuple[Tensor, Tensor, Tensor] | None = None
 
