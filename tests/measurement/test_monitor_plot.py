@@ -39,6 +39,24 @@ def test_the_history_is_what_step_returned():
     assert monitor.history() == expected
 
 
+def test_a_long_history_keeps_its_newest_steps_and_says_what_it_drops(monkeypatch, caplog):
+    numbers = len(trained()[1][0])
+    monkeypatch.setattr("wellposed.measurement._history.MOST", 5 * numbers)
+    logged = []
+    monitor, returned = trained(steps=20, every=1, log_to=lambda _, step: logged.append(step))
+    rows = monitor.history()
+    steps = [int(row["step"]) for row in rows]
+    assert len(rows) <= 5
+    assert steps[-1] == 20
+    assert all(
+        row == {"step": step, **returned[step - 1]} for step, row in zip(steps, rows, strict=True)
+    )
+    assert logged == list(range(1, 21))
+    lines = [record.message for record in caplog.records if "history()" in record.message]
+    assert len(lines) == 1
+    assert len(trained()[0].history()) == 3
+
+
 def test_curves_are_the_numbers_of_roles_and_layers():
     monitor, _ = trained()
     rows = monitor.history()

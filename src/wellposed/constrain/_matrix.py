@@ -65,9 +65,10 @@ class ConstrainedMatrix:
         """How a matrix in shards lies on the ranks, if one of them can work on it."""
         self.shape = part.shape
         """(rows, columns) of the whole matrix."""
-        self.entries = math.prod(self.shape)
+        rows, columns = self.shape
+        self.entries = rows * columns
         # All slices of a fused weight share its moments, so none can be in Lie coordinates.
-        self.is_square = matrix_set.is_steered and len({*self.shape}) == 1 and not part.part
+        self.is_square = matrix_set.is_steered and rows == columns and not part.part
         self.stored_dtype = self.dtype = self.parameter.dtype
         if matrix_set.keeps_master:
             self.dtype = compute_dtype(self.parameter)

@@ -230,9 +230,18 @@ class Monitor:
                 logger.warning("%s", alarm)
         self._beyond = {name for values in new.values() for name in values}
         measured = self._with_condition(vitals, numbers[len(signs) :])
-        self._history.add(self.steps, measured)
+        self._keep(measured)
         self._log.write(measured, self.steps)
         return measured
+
+    def _keep(self, measured: Mapping[str, float]) -> None:
+        was_thinned = self._history.is_thinned
+        self._history.add(self.steps, measured)
+        if self._history.is_thinned and not was_thinned:
+            logger.warning(
+                "Monitor: history() and plot() have every second of the older steps from here on, to"
+                " bound their memory; a tracker (log_to) gets all"
+            )
 
     def _with_condition(
         self, vitals: dict[str, float], numbers: Sequence[Tensor]
@@ -246,7 +255,11 @@ class Monitor:
         return {name: value for name, value in cond.items() if value is not None} | vitals
 
     def history(self) -> list[dict[str, float]]:
-        """Return the numbers of every measured step, with its ``"step"``; 8 bytes a number."""
+        """Return the numbers of every measured step, with its ``"step"``; 8 bytes a number.
+
+        Above 8 million numbers every second step is dropped, time and again, as a warning says once;
+        ``log_to`` gets all.
+        """
         return self._history.rows()
 
     def plot(self, path: str | Path | None = None) -> Figure:
