@@ -325,7 +325,7 @@ def test_a_rule_is_asked_once_and_what_a_layer_divides_by_is_made_once(monkeypat
     assert (asked, sorted(made)) == (["1"], ["cholesky", "gram"])
 
 
-def test_a_certificate_of_bert_enters_fourteen_files():
+def test_a_certificate_of_bert_enters_sixteen_files():
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertModel(BertConfig(hidden_size=8, vocab_size=11, **sizes)).eval()
     home, entered = str(Path(wellposed.__file__).parent), set()
@@ -340,4 +340,4 @@ def test_a_certificate_of_bert_enters_fourteen_files():
         certify(model, seq_len=4)
     finally:
         sys.setprofile(before)
-    assert len(entered) <= 14, sorted(entered)
+    assert len(entered) <= 16, sorted(entered)

@@ -5,11 +5,11 @@ from wellposed.certification._as_called import uncertifiable_reason as uncertifi
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
-from wellposed.certification._walk import LayerBound as LayerBound
+from wellposed.certification._layer_bound import LayerBound as LayerBound
+from wellposed.certification._rules_by_class import certifiable_classes as certifiable_classes
+from wellposed.certification._rules_by_class import inherit_rule as inherit_rule
+from wellposed.certification._rules_by_class import register_rule as register_rule
 from wellposed.certification._walk import RuleContext as RuleContext
-from wellposed.certification._walk import certifiable_classes as certifiable_classes
-from wellposed.certification._walk import inherit_rule as inherit_rule
-from wellposed.certification._walk import register_rule as register_rule
 from wellposed.certification.rules import AttentionWeights as AttentionWeights
 from wellposed.certification.rules import cosine_attention_bound as cosine_attention_bound
 from wellposed.certification.rules import dot_product_ball_bound as dot_product_ball_bound

@@ -1,19 +1,16 @@
-"""The walk through a module: contexts of rules, the certificate being built, rules by class."""
+"""The walk through a module: contexts of rules and the certificate being built."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.certification._as_called import (
-    advice,
     changes_input,
     class_called,
     differing_parts,
@@ -22,72 +19,21 @@ from wellposed.certification._as_called import (
     uncertifiable_reason,
     without_compiler,
 )
-from wellposed.certification._certificate import SEE, CertifiedLayer, Label, worst_label
+from wellposed.certification._certificate import SEE, CertifiedLayer
+from wellposed.certification._layer_bound import (
+    LayerBound,
+    Refused,
+    composed,
+    first_to_overwrite,
+    times,
+)
+from wellposed.certification._rules_by_class import IN_NORM_SUM, RULES, without_rule
 from wellposed.errors import ConfigError, is_about_resources
 from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
 
 T = TypeVar("T")
 Named = tuple[str, nn.Module]
 Branch = Callable[["RuleContext"], "LayerBound"]
-
-
-@dataclass(frozen=True)
-class LayerBound:
-    """A rule's result: ``|f(x) - f(y)| <= lipschitz |x - y|``, and the largest 2-norm of outputs."""
-
-    lipschitz: float
-    form: str
-    label: Label = "certified"
-    reason: str = ""
-    out_radius: float = math.inf
-    skip: float = 0.0
-    """``f(x) = skip x + r(x) + constant``, r of bound ``lipschitz - skip``; 0 is always right."""
-    fresh: bool = False
-    """Whether the output never shares memory with the input; False is always right."""
-    overwrites: str = ""
-    """The part that changes the module's input in place; `certify` fills it in."""
-    unproved: bool = False
-    """Whether there is no bound only for want of a proof, so that a claim may supply one."""
-
-    def __post_init__(self) -> None:
-        if math.isnan(self.lipschitz) or self.lipschitz < 0:
-            raise ConfigError(
-                f"a rule returned the Lipschitz bound {self.lipschitz}; expected a number >= 0"
-                " or inf"
-            )
-
-
-def times(*factors: float) -> float:
-    """Return the product with ``0 * inf = 0``: a map that is multiplied by zero is constant."""
-    # Underflow must not give 0, which would make the map constant.
-    smallest = sys.float_info.min
-    return 0.0 if 0.0 in factors else reduce(lambda a, b: max(a * b, smallest), factors, 1.0)
-
-
-def _composed(
-    total: float, form: str, parts: Sequence[LayerBound], out_radius: float, skip: float
-) -> LayerBound:
-    label = worst_label([part.label for part in parts])
-    reason = ""
-    without = [part for part in parts if part.label == "uncertified"]
-    if math.isinf(total):
-        label = "uncertified"
-        reason = without[0].reason if without else "overflow"
-    elif label == "uncertified":
-        # If the part without a bound is multiplied by zero, the rest is certified.
-        label = "certified"
-    unproved = label == "uncertified" and all(part.unproved for part in without)
-    return LayerBound(total, form, label, reason, out_radius, skip, unproved=unproved)
-
-
-def _first_to_overwrite(parts: Sequence[LayerBound]) -> str:
-    """Return which of some maps in sequence changes the input of the first, or ''."""
-    for part in parts:
-        if part.overwrites:
-            return part.overwrites
-        if part.fresh:
-            break
-    return ""
 
 
 @dataclass(frozen=True)
@@ -148,10 +94,10 @@ class CertificateBuilder:
 
     def _answer(self, module: nn.Module, context: RuleContext, index: int) -> LayerBound:
         kind = class_called(module)
-        rule = _RULES.get(kind)
+        rule = RULES.get(kind)
         if rule is None:
-            return context.refuse(_without_rule(module, kind), unproved=True)
-        if context.norm == "sum" and rule not in _IN_NORM_SUM:
+            return context.refuse(without_rule(module, kind), unproved=True)
+        if context.norm == "sum" and rule not in IN_NORM_SUM:
             return context.refuse(
                 f"no bound of {kind.__name__} is proved in norm sum, which counts words; use the parts"
                 " of the variant lipschitz (B14)",
@@ -303,11 +249,11 @@ class RuleContext:
         skip = math.prod(part.skip for part in bounds)
         out_radius = bounds[-1].out_radius if bounds else self.radius
         self.builder.overwriting.difference_update(part.overwrites for part in bounds)
-        product = _composed(total, "product of the parts", bounds, out_radius, skip)
+        product = composed(total, "product of the parts", bounds, out_radius, skip)
         return replace(
             product,
             fresh=any(part.fresh for part in bounds),
-            overwrites=_first_to_overwrite(bounds),
+            overwrites=first_to_overwrite(bounds),
         )
 
     def residual(self, branch: LayerBound, skip: float = 1.0, scale: float = 1.0) -> LayerBound:
@@ -320,7 +266,7 @@ class RuleContext:
         out_radius = times(abs(skip), self.radius) + times(abs(scale), branch.out_radius)
         parts = [LayerBound(1.0, "identity"), branch]
         form = f"|{skip:g}| + |{scale:.4g}| L(branch)"
-        return replace(_composed(total, form, parts, out_radius, max(skip, 0.0)), fresh=True)
+        return replace(composed(total, form, parts, out_radius, max(skip, 0.0)), fresh=True)
 
     def sublayer(
         self,
@@ -392,120 +338,3 @@ class RuleContext:
 
     def _path(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
-
-
-class Refused(Exception):  # noqa: N818 (an answer, no fault)
-    """Raised by a helper of a rule if there is no bound; its text is the reason."""
-
-
-Rule = Callable[[nn.Module, RuleContext], LayerBound]
-R = TypeVar("R", bound=Callable[..., LayerBound])
-
-_RULES: dict[type[nn.Module], Rule] = {}
-_IN_NORM_SUM: set[Rule] = set()
-"""Rules that are proved in norm sum too."""
-
-
-def certifiable_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes that have a rule."""
-    return tuple(_RULES)
-
-
-def register_rule(module_type: type[nn.Module], *, sums: bool = False) -> Callable[[R], R]:
-    """Register ``rule(module, context)``, a bound ``|f(x) - f(y)| <= lipschitz |x - y|``, for
-    `certify`.
-
-    Status: as good as the rule; use ``label="empirical"`` if it is measured, not proved. The rule
-    covers this exact class: subclasses need their own (or `inherit_rule` if they compute the same).
-    Modules with hooks, a replaced ``forward`` or unusual weights never reach it and are named.
-    Parts that it reads by itself must be linear maps, embeddings or containers.
-
-    Args:
-        module_type: A subclass of `torch.nn.Module`.
-        sums: The rule also holds in norm ``"sum"``, as maps of each token by itself do with their
-            constant in norm tok. Otherwise it is never called there.
-
-    Returns:
-        A decorator. The rule receives the module and a `RuleContext`, with ``norm``, ``seq_len``,
-            ``radius`` (largest 2-norm of an input token), ``operator_norm(weight)``,
-            ``child(module, name)``, ``chain(...)``, ``reads(part, Class)`` and ``refuse(reason)``.
-            It returns a `LayerBound`. If ``out_radius`` is infinite, later layers that need a ball
-            have no bound.
-
-    Raises:
-        ConfigError: ``module_type`` is not a module class.
-
-    >>> import torch
-    >>> from wellposed.certification._walk import LayerBound, register_rule
-    >>> from wellposed.certification._certify import certify
-    >>> class Halve(torch.nn.Module):
-    ...     def forward(self, x): return x / 2
-    >>> @register_rule(Halve)
-    ... def halve(module, context):
-    ...     return LayerBound(0.5, "definition", "exact", out_radius=context.radius / 2)
-    >>> certify(Halve(), seq_len=4).total
-    0.5
-    """
-    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
-        raise ConfigError(
-            f"register_rule: expected a subclass of torch.nn.Module, received {module_type!r}"
-        )
-
-    def store(rule: R) -> R:
-        _RULES[module_type] = rule
-        if sums:
-            _IN_NORM_SUM.add(rule)
-        return rule
-
-    return store
-
-
-def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
-    """Vouch that ``module_type`` computes what its nearest ancestor with a rule does, and return
-    it.
-
-    Status: as good as your word; `certify` checks hooks, patches and weights as for any module.
-
-    Raises:
-        ConfigError: it has a ``forward`` of its own, or no ancestor has a rule.
-
-    >>> import torch
-    >>> @inherit_rule
-    ... class Named(torch.nn.Linear): ...
-    >>> Named.__name__
-    'Named'
-    """
-    ancestor, rule = _inherited(module_type)
-    if ancestor is None or rule is None or module_type.forward is not ancestor.forward:
-        problem = (
-            "none of its ancestors has a rule"
-            if ancestor is None
-            else f"its forward is not {ancestor.__name__}'s"
-        )
-        raise ConfigError(
-            f"inherit_rule: {module_type.__qualname__}: {problem}; write a rule for it with"
-            " register_rule"
-        )
-    _RULES[module_type] = rule
-    return module_type
-
-
-def _inherited(kind: type[nn.Module]) -> tuple[type[nn.Module] | None, Rule | None]:
-    """Return the nearest ancestor with a rule, and that rule."""
-    pairs = ((base, rule) for base in kind.__mro__[1:] if (rule := _RULES.get(base)))
-    return next(pairs, (None, None))
-
-
-def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    ancestor, _ = _inherited(kind)
-    if ancestor is None:
-        return (
-            f"no rule for {name}; add one with"
-            f" wellposed.certification.register_rule{advice(module)}"
-        )
-    return (
-        f"{name} is a subclass of {ancestor.__name__} and may compute something else; if it does"
-        " not, say so with wellposed.certification.inherit_rule, else add a rule with"
-        f" register_rule{advice(module)}"
-    )

@@ -15,7 +15,9 @@ from wellposed.certification._as_called import (
     overwritten,
     without_compiler,
 )
-from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.certification._layer_bound import LayerBound, times
+from wellposed.certification._rules_by_class import register_rule
+from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._torch_layers import GELU, function_bound
 from wellposed.nn import (
     Block,

@@ -9,7 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.certification._layer_bound import LayerBound, times
+from wellposed.certification._rules_by_class import register_rule
+from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._dot_product import (
     AttentionWeights,
     in_norm,

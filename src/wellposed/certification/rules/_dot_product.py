@@ -14,7 +14,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification._walk import LayerBound, Refused, RuleContext, register_rule, times
+from wellposed.certification._layer_bound import LayerBound, Refused, times
+from wellposed.certification._rules_by_class import register_rule
+from wellposed.certification._walk import RuleContext
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention, InverseDAttention
 from wellposed.nn.attention import HeadProjections

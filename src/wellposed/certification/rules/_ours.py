@@ -9,7 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.certification._layer_bound import LayerBound, times
+from wellposed.certification._rules_by_class import register_rule
+from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._torch_layers import function_bound, identity, linear, norm
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.certification._layer_bound import LayerBound, times
+from wellposed.certification._rules_by_class import register_rule
+from wellposed.certification._walk import RuleContext
 from wellposed.linalg import TokenNorm
 from wellposed.nn import unit_gelu
 

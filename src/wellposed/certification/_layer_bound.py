@@ -1,0 +1,75 @@
+"""The result of a rule, and of several in sequence."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from wellposed.certification._certificate import Label, worst_label
+from wellposed.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LayerBound:
+    """A rule's result: ``|f(x) - f(y)| <= lipschitz |x - y|``, and the largest 2-norm of outputs."""
+
+    lipschitz: float
+    form: str
+    label: Label = "certified"
+    reason: str = ""
+    out_radius: float = math.inf
+    skip: float = 0.0
+    """``f(x) = skip x + r(x) + constant``, r of bound ``lipschitz - skip``; 0 is always right."""
+    fresh: bool = False
+    """Whether the output never shares memory with the input; False is always right."""
+    overwrites: str = ""
+    """The part that changes the module's input in place; `certify` fills it in."""
+    unproved: bool = False
+    """Whether there is no bound only for want of a proof, so that a claim may supply one."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.lipschitz) or self.lipschitz < 0:
+            raise ConfigError(
+                f"a rule returned the Lipschitz bound {self.lipschitz}; expected a number >= 0"
+                " or inf"
+            )
+
+
+def times(*factors: float) -> float:
+    """Return the product with ``0 * inf = 0``: a map that is multiplied by zero is constant."""
+    # Underflow must not give 0, which would make the map constant.
+    smallest = sys.float_info.min
+    return 0.0 if 0.0 in factors else reduce(lambda a, b: max(a * b, smallest), factors, 1.0)
+
+
+def composed(
+    total: float, form: str, parts: Sequence[LayerBound], out_radius: float, skip: float
+) -> LayerBound:
+    label = worst_label([part.label for part in parts])
+    reason = ""
+    without = [part for part in parts if part.label == "uncertified"]
+    if math.isinf(total):
+        label = "uncertified"
+        reason = without[0].reason if without else "overflow"
+    elif label == "uncertified":
+        # If the part without a bound is multiplied by zero, the rest is certified.
+        label = "certified"
+    unproved = label == "uncertified" and all(part.unproved for part in without)
+    return LayerBound(total, form, label, reason, out_radius, skip, unproved=unproved)
+
+
+def first_to_overwrite(parts: Sequence[LayerBound]) -> str:
+    """Return which of some maps in sequence changes the input of the first, or ''."""
+    for part in parts:
+        if part.overwrites:
+            return part.overwrites
+        if part.fresh:
+            break
+    return ""
+
+
+class Refused(Exception):  # noqa: N818 (an answer, no fault)
+    """Raised by a helper of a rule if there is no bound; its text is the reason."""
