@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tests.support.refusal import refuses_config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from wellposed.constrain import constrain_
-from wellposed.errors import ConvergenceError
+from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.measurement import Monitor
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.plan import Meter
@@ -144,7 +143,8 @@ def test_weights_without_values(capsys):
     with Meter() as meter:
         OrthogonalityPenalty(model_on(), **STRENGTHS)().backward()
     assert meter.flops == plans[0][1].flops_by_rank[0] > 0
-    refuses_config("meta device", constrain_, model, optimizer, WHERE)
+    with pytest.raises(ConfigError, match="meta device"):
+        constrain_(model, optimizer, WHERE)
 
 
 def test_the_page_is_what_its_maker_writes(monkeypatch):

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 from lab.tests.training.certified.test_run import write_texts
-from tests.support.refusal import refuses_config, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
@@ -145,8 +145,10 @@ def test_every_temperature_has_its_control_without_blocks():
 
 
 def test_a_study_without_its_texts_says_what_it_needs(tmp_path):
-    refuses_config("ag_news, imdb", find_texts, Request("toy", tmp_path))
-    refuses_data("found none", find_texts, Request("toy", tmp_path, data=str(tmp_path)))
+    with pytest.raises(ConfigError, match="ag_news, imdb"):
+        find_texts(Request("toy", tmp_path))
+    with pytest.raises(DataError, match="found none"):
+        find_texts(Request("toy", tmp_path, data=str(tmp_path)))
 
 
 def test_corpora_are_found_in_a_folder_of_many_or_are_the_folder(tmp_path):

@@ -3,10 +3,10 @@ seconds."""
 
 import pytest
 import torch
-from tests.support.refusal import refuses_config
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
+from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForCausalLM, embedding_radius
 from wellposed.nn import InverseDAttention
 from wellposed_studies.frontier.characters import (
@@ -128,4 +128,5 @@ def test_no_perturbation_breaks_a_certified_character(dtype):
 
 
 def test_the_text_is_asked_for(tmp_path):
-    refuses_config("give --data FILE", reproduce, "frontier/characters", scale="toy", out=tmp_path)
+    with pytest.raises(ConfigError, match="give --data FILE"):
+        reproduce("frontier/characters", scale="toy", out=tmp_path)

@@ -9,8 +9,8 @@ import pytest
 from studies.tests.support.finished_runs import finished
 from studies.tests.test_frontier_accuracy import evidence
 from studies.tests.test_verdicts import GOOD, PAPERS
-from tests.support.refusal import refuses_config
 
+from wellposed.errors import ConfigError
 from wellposed_lab.statistics import paired_comparison
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
@@ -436,4 +436,5 @@ def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
 
 def test_a_verdict_without_its_test_is_refused():
     assert Reproduction([], [], "nothing", holds=None).criterion is None
-    refuses_config("name the test in words", Reproduction, [], [], "nothing", holds=True)
+    with pytest.raises(ConfigError, match="name the test in words"):
+        Reproduction([], [], "nothing", holds=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.refusal import refuses_config
 from torch import nn
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
+from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
 from wellposed_studies.kim2021 import inverses as inverse
 from wellposed_studies.kim2021 import jacobians as bounds
@@ -115,5 +115,7 @@ def test_a_diverged_run_has_no_depth_at_which_it_trains(tmp_path):
 
 
 def test_wrong_names_are_refused(tmp_path):
-    refuses_config("nearest: kim2021/figure", reproduce, "kim2021/figure-22", out=tmp_path)
-    refuses_config("unknown scale", reproduce, "kim2021/figure-2", scale="huge", out=tmp_path)
+    with pytest.raises(ConfigError, match="nearest: kim2021/figure"):
+        reproduce("kim2021/figure-22", out=tmp_path)
+    with pytest.raises(ConfigError, match="unknown scale"):
+        reproduce("kim2021/figure-2", scale="huge", out=tmp_path)

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import refuses_config, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 from wellposed_studies.tasks.listops import VOCABULARY, evaluate
@@ -113,14 +113,16 @@ def test_expressions_are_those_of_the_version():
 
 
 def test_impossible_bounds_are_refused(monkeypatch):
-    refuses_config(
-        "(?s)max_depth = 1.*max_args = 1, expected an int", build, max_depth=1, max_args=1
-    )
-    refuses_config("leave no length strictly between", build, min_length=20, max_length=21)
+    with pytest.raises(ConfigError, match=r"(?s)max_depth = 1.*max_args = 1, expected an int"):
+        build(max_depth=1, max_args=1)
+    with pytest.raises(ConfigError, match="leave no length strictly between"):
+        build(min_length=20, max_length=21)
     monkeypatch.setattr("wellposed_studies.tasks.listops.MAX_FRUITLESS_TRIES", 3000)
     few = {**SMALL, "max_depth": 2, "max_args": 2}
-    refuses_config("400 found, 500 wanted; lower", build, **few, min_length=3, max_length=6)
-    refuses_config("no expression within the bounds", build, **few, min_length=10, max_length=20)
+    with pytest.raises(ConfigError, match="400 found, 500 wanted; lower"):
+        build(**few, min_length=3, max_length=6)
+    with pytest.raises(ConfigError, match="no expression within the bounds"):
+        build(**few, min_length=10, max_length=20)
 
 
 def write_rows(path, rows):
@@ -167,6 +169,12 @@ def test_long_range_arena_files_with_header(tmp_path):
 )
 def test_malformed_rows_are_named(tmp_path, row, problem):
     data = write_rows(tmp_path / "train.tsv", [*GOOD[:5], row, *GOOD])
-    refuses_data((f"{data}:6: ", problem), build, data)
+    with pytest.raises(DataError) as caught:
+        build(data)
+    assert f"{data}:6: " in str(caught.value)
+    assert problem in str(caught.value)
     write_rows(tmp_path / "train.tsv", [*GOOD, "5\t[SM 7 8 0 ]"])
-    refuses_data(("max_length = 4 tokens", f"{data}:25: 5 tokens"), build, data, max_length=4)
+    with pytest.raises(DataError) as caught:
+        build(data, max_length=4)
+    assert "max_length = 4 tokens" in str(caught.value)
+    assert f"{data}:25: 5 tokens" in str(caught.value)

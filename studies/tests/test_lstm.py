@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.refusal import bad_config, bad_shape, refuses_config
 from transformers import AutoModelForCausalLM
 
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.model_options import ModelOptions
 from wellposed.models import build_model, load_saved_model, model_keywords
 from wellposed_lab.compare.variants import apply_variant
@@ -46,12 +46,13 @@ def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight():
 
 
 def test_what_it_lacks_is_refused():
-    with bad_config(match=r"(?s)attention: received 'l2'.*norm: received 'pre'"):
+    with pytest.raises(ConfigError, match=r"(?s)attention: received 'l2'.*norm: received 'pre'"):
         lstm(attention="l2", norm="pre")
-    with bad_config(match="num_hidden_layers = 0"):
+    with pytest.raises(ConfigError, match="num_hidden_layers = 0"):
         build_model("lstm", "causal_lm", **{**SIZES, "num_hidden_layers": 0})
-    refuses_config("kind of lstm model", build_model, "lstm", "sequence_classification", **SIZES)
-    with bad_shape(match="expected it on the right"):
+    with pytest.raises(ConfigError, match="kind of lstm model"):
+        build_model("lstm", "sequence_classification", **SIZES)
+    with pytest.raises(ShapeError, match="expected it on the right"):
         lstm()(torch.ones(1, 3, dtype=torch.long), torch.tensor([[0, 1, 1]]))
 
 

@@ -5,8 +5,8 @@ import itertools
 from collections import Counter, defaultdict
 
 import pytest
-from tests.support.refusal import refuses_config
 
+from wellposed.errors import ConfigError
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 from wellposed_studies.tasks.marked import Drawn, MarkedOptions, bag_accuracy, draw_rows
@@ -78,4 +78,5 @@ RECALL = {"question": "recall"}
     ],
 )
 def test_what_cannot_be_drawn_is_refused(options, says):
-    refuses_config(says, build_task, "marked", {**SMALL, **options})
+    with pytest.raises(ConfigError, match=says):
+        build_task("marked", {**SMALL, **options})

@@ -8,10 +8,9 @@ import math
 import pytest
 import torch
 from studies.tests.support.recipes import check_reproduced
-from tests.support.refusal import refuses_data
 from torch.nn import functional
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.tasks.task import build_task
@@ -221,16 +220,20 @@ def test_sentences_and_labels_are_read(tmp_path):
 def test_a_malformed_row_is_named(tmp_path, file, rows, says):
     header = "" if "sentence1" in rows else HEADERS[file.rpartition("-")[0]]
     (folder_of(tmp_path) / f"{file}.csv").write_text(header + rows)
-    refuses_data(f"{file}.csv{says}", read_minbert, tmp_path)
+    with pytest.raises(DataError, match=f"{file}.csv{says}"):
+        read_minbert(tmp_path)
 
 
 def test_missing_and_doubled_files_are_named(tmp_path):
     (folder_of(tmp_path) / "sts-dev.csv").unlink()
     (tmp_path / "quora-train.csv").unlink()
-    refuses_data(r"(?s)para, train.*sts, valid.*it holds", read_minbert, tmp_path)
+    with pytest.raises(DataError, match=r"(?s)para, train.*sts, valid.*it holds"):
+        read_minbert(tmp_path)
     (folder_of(tmp_path) / "sts-dev.csv.gz").write_bytes(gzip.compress(b"x"))
-    refuses_data(r"both plain and gzip", read_minbert, tmp_path)
-    refuses_data("no such file or folder", read_minbert, tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"both plain and gzip"):
+        read_minbert(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        read_minbert(tmp_path / "elsewhere")
 
 
 def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path):

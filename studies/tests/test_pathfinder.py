@@ -3,8 +3,8 @@ folders, bad input."""
 
 import numpy as np
 import pytest
-from tests.support.refusal import bad_config, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 from wellposed_studies.tasks import pathfinder
@@ -110,7 +110,7 @@ def test_images_depend_on_seed_split_and_number_alone():
 
 
 def test_what_does_not_fit_is_refused():
-    with bad_config(match="do not fit into 6 x 6 pixels; lower contour_length"):
+    with pytest.raises(ConfigError, match="do not fit into 6 x 6 pixels; lower contour_length"):
         pathfinder.draw_image(pathfinder.PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
 
 
@@ -147,19 +147,23 @@ def test_damaged_releases_are_named_by_line(tmp_path):
     write_release(tmp_path)
     (tmp_path / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     metadata = tmp_path / "metadata" / "0.npy"
-    refuses_data(f"{metadata}:4: .*sample_3.png: missing or empty", build, tmp_path)
+    with pytest.raises(DataError, match=f"{metadata}:4: .*sample_3.png: missing or empty"):
+        build(tmp_path)
     (tmp_path / "imgs" / "1" / "sample_5.png").write_bytes(b"no image")
     lines = metadata.read_text().splitlines(True)
     metadata.write_text("".join(line for line in lines if "sample_3" not in line))
-    refuses_data(r"imgs/1/sample_5.png: cannot be decoded", build, tmp_path)
+    with pytest.raises(DataError, match=r"imgs/1/sample_5.png: cannot be decoded"):
+        build(tmp_path)
     for content, says in (
         (b"imgs/0 caf\xe9.png 0 1\n", "0.npy:1: not UTF-8: byte 0xe9"),
         (b"imgs/0 sample_0.png 0 2\n", "0.npy:1: expected folder, file, number, label"),
     ):
         metadata.write_bytes(content)
-        refuses_data(says, build, tmp_path)
+        with pytest.raises(DataError, match=says):
+            build(tmp_path)
     np.save(metadata, np.zeros(3))
-    refuses_data("control bytes", build, tmp_path)
+    with pytest.raises(DataError, match="control bytes"):
+        build(tmp_path)
 
 
 def test_folders_near_the_release_are_told_apart(tmp_path):
@@ -167,10 +171,13 @@ def test_folders_near_the_release_are_told_apart(tmp_path):
     for name in ("curv_baseline", "curv_contour_length_9"):
         (root / name / "metadata").mkdir(parents=True)
         (root / name / "imgs").mkdir()
-    refuses_data(("holds 2 releases; give one, as"), build, root)
-    refuses_data(r"metadata: no .npy file of text", build, root / "curv_baseline")
+    with pytest.raises(DataError, match="holds 2 releases; give one, as"):
+        build(root)
+    with pytest.raises(DataError, match=r"metadata: no .npy file of text"):
+        build(root / "curv_baseline")
     (root / "curv_baseline" / "metadata").rmdir()
-    refuses_data("holds imgs but no metadata", build, root / "curv_baseline")
+    with pytest.raises(DataError, match="holds imgs but no metadata"):
+        build(root / "curv_baseline")
 
 
 def test_npz_files_are_read_and_drawing_options_refused(tmp_path):
@@ -179,4 +186,5 @@ def test_npz_files_are_read_and_drawing_options_refused(tmp_path):
         np.savez(tmp_path / f"{split}.npz", x=x, y=np.array([0, 1, 0, 1]))
     assert [len(build(tmp_path).dataset(split)) for split in SPLITS] == [4, 4, 4]
     np.savez(tmp_path / "train.npz", x=x, y=np.array([0, 1, 2, 1]))
-    refuses_data(r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)", build, tmp_path)
+    with pytest.raises(DataError, match=r"labels \[2\], expected 0 \(apart\) and 1 \(connected\)"):
+        build(tmp_path)

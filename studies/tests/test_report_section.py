@@ -7,8 +7,8 @@ import re
 
 import pytest
 from tests.support.html_page import Page
-from tests.support.refusal import refuses_data
 
+from wellposed.errors import DataError
 from wellposed_lab.charts import Panel, Series, draw
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
@@ -70,9 +70,11 @@ def test_several_claims_share_an_overview_and_runs_their_page(tmp_path):
 def test_other_files_are_no_claims_and_damaged_ones_are_named(tmp_path):
     (tmp_path / "notes.json").write_text('{"recipe": "soup"}')
     (tmp_path / "cut.json").write_text('{"recipe": "so')
-    refuses_data("no run folder", build_report, [tmp_path], tmp_path / "page.html")
+    with pytest.raises(DataError, match="no run folder"):
+        build_report([tmp_path], tmp_path / "page.html")
     write_artefact(tmp_path)
     assert aggregate([tmp_path]).table() == ""
     for damage in (b"a,b\n\xff\xfe,1\n", b"a,b\n1,2\n1,2,3\n", b"a,a\n1,2\n"):
         (tmp_path / "kim2021-figure-2.csv").write_bytes(damage)
-        refuses_data("make it again", build_report, [tmp_path], tmp_path / "page.html")
+        with pytest.raises(DataError, match="make it again"):
+            build_report([tmp_path], tmp_path / "page.html")

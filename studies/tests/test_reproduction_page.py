@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.refusal import refuses_config
 
 from wellposed.errors import ConfigError, DataError
 from wellposed_lab.charts import Panel
@@ -217,7 +216,8 @@ def test_whatever_goes_with_data_takes_data():
 def test_data_for_a_recipe_that_reads_none_is_refused(name, tmp_path, monkeypatch):
     ran = make(monkeypatch)
     says = rf"{name}: reads no data, received data='text.txt'; leave it out; these do"
-    refuses_config(says, reproduce, name, out=tmp_path, data="text.txt")
+    with pytest.raises(ConfigError, match=says):
+        reproduce(name, out=tmp_path, data="text.txt")
     assert ran == []
 
 

@@ -4,8 +4,8 @@ training loop."""
 from collections import Counter
 
 import pytest
-from tests.support.refusal import refuses_config, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 
@@ -56,7 +56,10 @@ def test_bad_rows_are_named(tmp_path, row):
     # A first row that is cut short does not change what the file is.
     for before in [6, 0][: 1 + (len(row) == 4)]:
         path.write_text(as_tsv([*PAIRS[:before], row, *PAIRS]))
-        refuses_data(("1 rows that", f"{path}:{before + 1}: {BAD_ROWS[row]}"), build, path)
+        with pytest.raises(DataError) as caught:
+            build(path)
+        assert "1 rows that" in str(caught.value)
+        assert f"{path}:{before + 1}: {BAD_ROWS[row]}" in str(caught.value)
 
 
 def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path):
@@ -105,5 +108,7 @@ def test_each_side_is_padded_by_itself(tmp_path):
 def test_options_that_cannot_be_used(tmp_path):
     (tmp_path / "x.train.tsv").write_text(as_tsv(PAIRS))
     path = tmp_path / "x.train.tsv"
-    refuses_config("num_train: says what is drawn; .*x.train.tsv brings", build, path, num_train=3)
-    refuses_data("more than max_length = 3 tokens", build, path, max_length=3, overflow="error")
+    with pytest.raises(ConfigError, match=r"num_train: says what is drawn; .*x.train.tsv brings"):
+        build(path, num_train=3)
+    with pytest.raises(DataError, match="more than max_length = 3 tokens"):
+        build(path, max_length=3, overflow="error")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from studies.tests.support.finished_runs import finished
-from tests.support.refusal import refuses_data
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
@@ -24,7 +23,8 @@ def test_data_of_another_kind_is_no_reason_for_builtin_data(table, tmp_path):
     (tmp_path / "piano").mkdir()
     says = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
     options = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
-    refuses_data(says, reproduce, f"sengupta2023/{table}", scale="toy", **options)
+    with pytest.raises(DataError, match=says):
+        reproduce(f"sengupta2023/{table}", scale="toy", **options)
 
 
 def test_table_5_gives_the_papers_numbers_over_ten(tmp_path):

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from tests.support.refusal import refuses_config, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.folder.run_folder import data_digests
@@ -42,7 +42,8 @@ def test_drawn_data_is_a_function_of_the_data_seed_alone(name):
 
 @pytest.mark.parametrize("name", ["retrieval", "pathfinder", "image", "dialogue"])
 def test_data_that_is_not_there_is_named(name, tmp_path):
-    refuses_data("nothing: no such file", build_task, name, {"data": str(tmp_path / "nothing")})
+    with pytest.raises(DataError, match="nothing: no such file"):
+        build_task(name, {"data": str(tmp_path / "nothing")})
 
 
 DRAWN_HERE = ": says what is drawn, no effect on"
@@ -60,4 +61,5 @@ DRAWN_HERE = ": says what is drawn, no effect on"
     ],
 )
 def test_options_without_an_effect_are_refused(name, options, says):
-    refuses_config(says, build_task, name, options)
+    with pytest.raises(ConfigError, match=says):
+        build_task(name, options)

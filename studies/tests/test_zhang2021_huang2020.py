@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from studies.tests.support.finished_runs import finished
-from tests.support.refusal import refuses_config
 
 from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_encoder_factor
@@ -149,7 +148,8 @@ def test_languages_name_the_columns_of_a_file(tmp_path):
     lines = [f"{'one two'[: i % 7 + 1]} {i}\t{'un deux'[: i % 7 + 1]} {i}" for i in range(60)]
     (tmp_path / "train.tsv").write_text("\n".join(["en\tfr", *lines]) + "\n")
     table, out, data = "zhang2021/table-2", tmp_path / "out", str(tmp_path)
-    refuses_config("give --languages SRC,TGT", reproduce, table, scale="toy", out=out, data=data)
+    with pytest.raises(ConfigError, match="give --languages SRC,TGT"):
+        reproduce(table, scale="toy", out=out, data=data)
     done = reproduce(table, scale="toy", out=out, data=data, languages="en,fr")
     command = json.loads(done.files[-1].read_text())["command"]
     assert (
@@ -170,7 +170,8 @@ def test_languages_name_the_columns_of_a_file(tmp_path):
     ],
 )
 def test_languages_that_cannot_be_used_are_refused(tmp_path, name, scale, languages, says):
-    refuses_config(says, reproduce, name, scale=scale, out=tmp_path, languages=languages)
+    with pytest.raises(ConfigError, match=says):
+        reproduce(name, scale=scale, out=tmp_path, languages=languages)
 
 
 def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from tests.support.refusal import refuses, refuses_shape
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -222,7 +221,8 @@ def test_a_backward_without_a_derivative_leaves_the_slopes(dtype):
     attack = lipschitz_lower_bound(module, (3, 4), norm=2, restarts=4, steps=40, dtype=dtype)
     assert (attack.found_by, attack.jacobian) == ("difference", 0.0)
     assert 0.9 <= attack.ratio(certify(module, seq_len=3, norm=2)) <= 1
-    refuses_shape("shapes cannot be multiplied", lipschitz_lower_bound, module, (3, 5))
+    with pytest.raises(ShapeError, match="shapes cannot be multiplied"):
+        lipschitz_lower_bound(module, (3, 5))
 
 
 def test_bad_input(attention):
@@ -236,10 +236,12 @@ def test_bad_input(attention):
         ("start must be", ShapeError, attention, (3, 4), {"start": torch.ones(3, 4)}),
         ("expected an output", ShapeError, torch.sum, (3, 4), {}),
     ):
-        refuses(kind, message, lipschitz_lower_bound, function, shape, **options)
+        with pytest.raises(kind, match=message):
+            lipschitz_lower_bound(function, shape, **options)
     broken = copy.deepcopy(attention)
     broken.q_proj.weight.data.fill_(math.nan)
-    refuses(ConvergenceError, "Jacobian was NaN", lipschitz_lower_bound, broken, (3, 4), steps=2)
+    with pytest.raises(ConvergenceError, match="Jacobian was NaN"):
+        lipschitz_lower_bound(broken, (3, 4), steps=2)
     with pytest.raises(ConvergenceError, match=r"outputs in torch\.float32 were NaN"):
         lipschitz_lower_bound(broken, (3, 4), steps=2, dtype=None)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.refusal import refuses
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -45,7 +44,8 @@ def test_a_rule_that_promises_half_is_found_and_named(norm):
 
 def test_the_modules_own_dtype_is_tried_not_a_copy():
     certify(OnlyInFloat64(4, 4).double(), seq_len=3)
-    refuses(UnsoundBoundError, "OnlyInFloat64", certify, OnlyInFloat64(4, 4), seq_len=3)
+    with pytest.raises(UnsoundBoundError, match="OnlyInFloat64"):
+        certify(OnlyInFloat64(4, 4), seq_len=3)
 
 
 def test_what_is_not_tried_is_said():
@@ -178,7 +178,8 @@ def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more():
         model.register_parameter("one", nn.Parameter(torch.ones(1, dtype=dtype)))
         assert certify(model, seq_len=3).cross_check.endswith("largest slope / bound 1.000")
         model[0].slope = 1.0 + refused
-        refuses(UnsoundBoundError, r"0 \(Claimed\)", certify, model, seq_len=3)
+        with pytest.raises(UnsoundBoundError, match=r"0 \(Claimed\)"):
+            certify(model, seq_len=3)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,8 @@ def _cliff(module: Cliff, site: Any) -> LayerBound:
 
 def test_one_example_that_is_not_finite_is_enough():
     reason = r"module \(Cliff\) gives NaN or infinity in torch\.float64 at tokens of norm 0\.499"
-    refuses(NotLipschitzError, reason, certify, Cliff(), seq_len=3, radius=1.0)
+    with pytest.raises(NotLipschitzError, match=reason):
+        certify(Cliff(), seq_len=3, radius=1.0)
     assert certify(Cliff(), seq_len=3, radius=0.1).cross_check.endswith("1.000")
 
 
@@ -255,4 +257,5 @@ def test_a_module_that_looks_for_hooks_on_its_parts_is_tried_as_it_runs():
     def _only_its_part(module, site):
         return site.chain([("part", module.part)])
 
-    refuses(UnsoundBoundError, r"the module \(Gain\)", certify, Gain(), seq_len=4)
+    with pytest.raises(UnsoundBoundError, match=r"the module \(Gain\)"):
+        certify(Gain(), seq_len=4)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import refuses_shape
 
+from wellposed.errors import ShapeError
 from wellposed.functional import attention_entropy, softmax_sensitivity
 
 
@@ -62,4 +62,5 @@ def test_half_precision_is_computed_in_float32():
 
 @pytest.mark.parametrize("function", [attention_entropy, softmax_sensitivity])
 def test_no_key_is_refused(function):
-    refuses_shape(r"received \(3, 0\)", function, torch.ones(3, 0))
+    with pytest.raises(ShapeError, match=r"received \(3, 0\)"):
+        function(torch.ones(3, 0))

@@ -1,10 +1,11 @@
 """Public scripts (llama2.c) run ``self.attention.forward(...)``, which runs no hook of the attention:
 each verb that watches attention names the modules and the line to write, or measures as before."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.support.refusal import refused
 from torch import nn
 
 import wellposed as wp
@@ -95,7 +96,7 @@ def test_a_direct_forward_is_said_aloud(verb, second, caplog):
 @pytest.mark.parametrize("verb", REFUSED)
 @pytest.mark.parametrize("second", [Direct, Called])
 def test_a_direct_forward_is_refused_by_name(verb, second, caplog):
-    with refused(ADVICE, kind=ConfigError):
+    with pytest.raises(ConfigError, match=re.escape(ADVICE)):
         REFUSED[verb](model_of(Direct, second), torch.randn(2, 4, WIDTH), caplog)
 
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from tests.support.refusal import refuses_config, refuses_shape
 
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import L2Layer, l2_constants
 
 HEADS, WIDTH = 2, 4
@@ -133,8 +133,10 @@ def test_shapes_that_do_not_fit_and_norms_that_are_none():
     bad += [(reads, wrong, output) for wrong in (mixing[:1], mixing[0], reads)]
     bad += [(reads, mixing, wrong) for wrong in (output[:1], output.mT.contiguous())]
     for weights in bad:
-        refuses_shape("expected projection", L2Layer, *weights)
-    refuses_config("unknown norm", L2Layer(reads, mixing, output).bound, CONSTANTS, norm="l2")
+        with pytest.raises(ShapeError, match="expected projection"):
+            L2Layer(*weights)
+    with pytest.raises(ConfigError, match="unknown norm"):
+        L2Layer(reads, mixing, output).bound(CONSTANTS, norm="l2")
 
 
 def test_l2_bound_carries_gradient_and_covers_silent_heads():

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from tests.support.refusal import refuses, refuses_config, refuses_shape
 
-from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import (
     L2Layer,
     certified_spectral_norm,
@@ -83,7 +82,8 @@ def test_weights_that_are_not_real_numbers_are_refused(dtype):
         with pytest.raises(ConfigError, match=f"real floating weight, received {dtype}"):
             certified_spectral_norm(weight, method=method)
     for call in (gram_iteration_norm, infinity_norm):
-        refuses_config("real floating", call, weight)
+        with pytest.raises(ConfigError, match="real floating"):
+            call(weight)
     with pytest.raises(ConfigError, match=f"real floating weight, received {dtype}"):
         L2Layer(torch.ones(2, 3, 3), weight, torch.ones(2, 3, 3)).bound(l2_constants(2))
 
@@ -264,12 +264,15 @@ def test_gram_iteration_of_zero_has_a_finite_gradient():
 @pytest.mark.parametrize("method", METHODS)
 def test_bad_input(method):
     weight = torch.tensor([[1.0, math.nan, 0.0], [0.0, 0.0, 0.0]])
-    refuses(NotLipschitzError, "1 of 6 entries", certified_spectral_norm, weight, method=method)
-    refuses_shape(r"\(5,\)", certified_spectral_norm, torch.zeros(5), method=method)
+    with pytest.raises(NotLipschitzError, match="1 of 6 entries"):
+        certified_spectral_norm(weight, method=method)
+    with pytest.raises(ShapeError, match=r"\(5,\)"):
+        certified_spectral_norm(torch.zeros(5), method=method)
 
 
 def test_unknown_method_lists_the_nearest():
-    refuses_config("nearest: svd", certified_spectral_norm, torch.eye(2), method="sdv")
+    with pytest.raises(ConfigError, match="nearest: svd"):
+        certified_spectral_norm(torch.eye(2), method="sdv")
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (3, 0, 4), (3, 2, 4, 0), (0, 3, 3)])

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from tests.support.refusal import refuses, refuses_shape
 
 from wellposed.errors import ConvergenceError, ShapeError
 from wellposed.linalg import isometry_error, retract_, rotate, skew_gradient_, tangent_gradient_
@@ -118,12 +117,15 @@ def test_not_finite():
     with pytest.raises(ConvergenceError, match="not finite"):
         rotate(point, torch.full((4, 4), math.nan, dtype=torch.float64), out=out)
     assert torch.equal(out, point)
-    refuses(ConvergenceError, "not finite", retract_, torch.full((4, 2), math.inf))
+    with pytest.raises(ConvergenceError, match="not finite"):
+        retract_(torch.full((4, 2), math.inf))
 
 
 def test_shapes():
-    refuses_shape("square", skew_gradient_, torch.eye(3, 2), torch.eye(3, 2))
-    refuses_shape("rows >= columns", retract_, torch.eye(2, 3))
+    with pytest.raises(ShapeError, match="square"):
+        skew_gradient_(torch.eye(3, 2), torch.eye(3, 2))
+    with pytest.raises(ShapeError, match="rows >= columns"):
+        retract_(torch.eye(2, 3))
     with pytest.raises(ShapeError):
         tangent_gradient_(torch.eye(3, 2), torch.eye(3))
 

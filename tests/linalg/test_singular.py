@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import refuses_config, refuses_shape
 
-from wellposed.errors import ConvergenceError
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import largest_singular_value, singular_values
 
 WIDTH = 256
@@ -107,9 +106,12 @@ def test_same_number_every_time_and_the_random_state_is_untouched():
 
 @pytest.mark.parametrize("function", [singular_values, largest_singular_value])
 def test_bad_input(function):
-    refuses_shape(r"\(3,\)", function, torch.ones(3))
-    refuses_shape(r"\(0, 4\)", function, torch.ones(0, 4))
-    refuses_config("int8", function, torch.ones(3, 3, dtype=torch.int8))
+    with pytest.raises(ShapeError, match=r"\(3,\)"):
+        function(torch.ones(3))
+    with pytest.raises(ShapeError, match=r"\(0, 4\)"):
+        function(torch.ones(0, 4))
+    with pytest.raises(ConfigError, match="int8"):
+        function(torch.ones(3, 3, dtype=torch.int8))
     with pytest.raises(ConvergenceError, match=r"\(3, 2\) holds 2 NaN"):
         function(torch.tensor([[1.0, math.nan], [0.0, 1.0], [math.inf, 1.0]]))
 

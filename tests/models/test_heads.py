@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_config, bad_shape
 from tests.support.tiny import tiny
 from tests.support.transject import IDS, MASK
 from torch.testing import assert_close
@@ -15,7 +14,7 @@ from transformers import modeling_outputs as outputs
 
 import wellposed as wp
 from wellposed import models
-from wellposed.errors import NotLipschitzError
+from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 
 SIZES = {"vocab_size": 13, "hidden_size": 8, "num_labels": 3}
 CONFIGS = {
@@ -143,10 +142,10 @@ def test_roles_penalties_and_orthogonal_weights_are_those_of_the_body(family, ki
 def test_labels_that_do_not_fit_and_a_causal_reader_of_masks_are_refused(family, kind):
     model = class_of(family, kind)(CONFIGS[family])
     for labels in (IDS[0], IDS[:, :3], torch.full_like(IDS, 13), IDS.float()):
-        with bad_shape(match="labels: received"):
+        with pytest.raises(ShapeError, match="labels: received"):
             model(input_ids=IDS, labels=labels)
     if kind == "masked_lm":
-        with bad_config(match=f"{type(model).__name__}: received is_causal=True"):
+        with pytest.raises(ConfigError, match=f"{type(model).__name__}: received is_causal=True"):
             models.build_model(family, kind, is_causal=True)
 
 
@@ -227,7 +226,7 @@ def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():
     head = head_of(4, 6, unit=True)
     head.hidden.register_forward_hook(lambda *_: None)
     assert "forward hook" in wp.certify(head, seq_len=2, cross_check=False).layers[0].reason
-    with bad_config(match="even"):
+    with pytest.raises(ConfigError, match="even"):
         models.PairHead(4, 7, 2, unit_lipschitz=True)
 
 

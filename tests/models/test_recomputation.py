@@ -3,11 +3,11 @@ activations."""
 
 import pytest
 import torch
-from tests.support.refusal import bad_config
 from tests.support.transject import IDS, MASK
 from torch.testing import assert_close
 
 from wellposed import models
+from wellposed.errors import ConfigError
 from wellposed.nn import TransJectCache, TransJectStack
 
 LABELS = torch.tensor([2, 0])
@@ -79,7 +79,7 @@ def test_recomputed_layers_give_the_same_loss_and_gradients_and_store_less(cls, 
 
 def test_some_layers_alone_are_refused():
     model = build(models.WellposedForCausalLM)
-    with bad_config(match="every_n_layers: received 2; expected 1"):
+    with pytest.raises(ConfigError, match="every_n_layers: received 2; expected 1"):
         model.activation_checkpointing_enable(every_n_layers=2)
 
 
@@ -94,13 +94,15 @@ def test_evaluation_runs_every_layer_once():
 def test_a_cache_that_recomputation_would_fill_twice_is_refused():
     model = build(models.TransJectForCausalLM)
     model.activation_checkpointing_enable()
-    with bad_config(match="TransJectModel: no cache can be used: recomputed blocks"):
+    with pytest.raises(
+        ConfigError, match="TransJectModel: no cache can be used: recomputed blocks"
+    ):
         model(input_ids=IDS, use_cache=True)
     with torch.no_grad():
         assert model(input_ids=IDS, use_cache=True).past_key_values.num_tokens == 5
     stack = TransJectStack(8, 2, is_causal=True)
     stack.gradient_checkpointing = True
-    with bad_config(match="would fill the cache twice"):
+    with pytest.raises(ConfigError, match="would fill the cache twice"):
         stack(torch.randn(1, 3, 8), cache=TransJectCache())
 
 
@@ -150,5 +152,7 @@ def test_a_weight_that_changes_before_its_layer_is_recomputed_is_named(cls, way)
         for name, weight in model.named_parameters():
             if ".layers.0." in name:
                 weight.mul_(1.001)
-    with bad_config(match="with gradient checkpointing: backward runs its blocks again"):
+    with pytest.raises(
+        ConfigError, match="with gradient checkpointing: backward runs its blocks again"
+    ):
         loss.backward()

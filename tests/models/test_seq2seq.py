@@ -4,13 +4,13 @@ generation against loops without a cache."""
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_config
 from tests.support.slow_transformer import SlowTransformer, exact, padded
 from tests.support.tiny import options
 from tests.support.words import words
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM
 
+from wellposed.errors import ConfigError
 from wellposed.models import GNMTLengthPenalty, WellposedConfig, WellposedForSeq2SeqLM, build_model
 
 SIZES = {
@@ -63,9 +63,11 @@ def test_with_l2_attention_the_cross_attention_is_cosine():
     crossing = {type(layer.cross_attention).__name__ for layer in model.model.decoder.layers}
     assert kinds == {"L2SelfAttention"}
     assert crossing == {"CosineCrossAttention"}
-    with bad_config(match=r"cross_attention: received 'l2'.*keys come from another sequence only"):
+    with pytest.raises(
+        ConfigError, match=r"cross_attention: received 'l2'.*keys come from another sequence only"
+    ):
         WellposedConfig(cross_attention="l2")
-    with bad_config(match="unknown cross-attention 'cosin'; nearest: cosine"):
+    with pytest.raises(ConfigError, match="unknown cross-attention 'cosin'; nearest: cosine"):
         WellposedConfig(cross_attention="cosin")
 
 
@@ -112,7 +114,7 @@ def test_labels_are_shifted_where_no_decoder_input_is_given_and_only_there():
         assert_close(shortened.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
     other = build(decoder_start_token_id=4)
     assert other.prepare_decoder_input_ids_from_labels(labels).tolist() == [[4, 7, 8], [4, 9, 2]]
-    with bad_config(match="neither decoder_start_token_id nor bos_token_id"):
+    with pytest.raises(ConfigError, match="neither decoder_start_token_id nor bos_token_id"):
         build(bos_token_id=None)(input_ids=ids, labels=labels)
 
 
@@ -202,7 +204,9 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
     shared = run(**{**fixed, "share_embeddings": True})[0].model
     assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
-    with bad_config(match="position_scale = 0[.]5, which only position 'sinusoidal' reads"):
+    with pytest.raises(
+        ConfigError, match=r"position_scale = 0[.]5, which only position 'sinusoidal' reads"
+    ):
         WellposedConfig(position_scale=0.5)
 
 

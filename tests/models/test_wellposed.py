@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_shape
 from tests.support.slow_transformer import SlowTransformer, exact, padded
 from tests.support.tiny import IDS, MASK, tiny
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import DynamicCache
 
+from wellposed.errors import ShapeError
 from wellposed.models import (
     WellposedForCausalLM,
     WellposedForSequenceClassification,
@@ -210,7 +210,7 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call(portions, name):
 
 
 def test_a_text_longer_than_the_positions_is_refused():
-    with bad_shape(match="a sequence of 17 tokens; expected at most 16"):
+    with pytest.raises(ShapeError, match="a sequence of 17 tokens; expected at most 16"):
         build_writing().generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False)
 
 

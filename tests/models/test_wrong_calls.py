@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from tests.support.refusal import bad_config, bad_shape
 from torch import nn
 from transformers import DynamicCache
 
-from wellposed.errors import WellposedError
+from wellposed.errors import ConfigError, ShapeError, WellposedError
 from wellposed.models import (
     ARCHITECTURES,
     TransJectConfig,
@@ -44,7 +43,9 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_misspelt_keyword_is_told_the_nearest(name):
-    with bad_config(match=r"unknown keyword of \w+.forward 'input_idz'; nearest: .*input_ids"):
+    with pytest.raises(
+        ConfigError, match=r"unknown keyword of \w+.forward 'input_idz'; nearest: .*input_ids"
+    ):
         MODELS[name]()(input_idz=IDS)
 
 
@@ -107,7 +108,7 @@ MISFITS = [
 
 @pytest.mark.parametrize(("name", "arguments", "message"), MISFITS)
 def test_what_does_not_fit_is_named(name, arguments, message):
-    with bad_shape(match=message):
+    with pytest.raises(ShapeError, match=message):
         MODELS[name]()(**arguments)
 
 
@@ -127,7 +128,7 @@ CANNOT = [
 
 @pytest.mark.parametrize(("name", "arguments", "message"), CANNOT)
 def test_what_cannot_be_done_is_refused(name, arguments, message):
-    with bad_config(match=message):
+    with pytest.raises(ConfigError, match=message):
         MODELS[name]()(input_ids=IDS, **arguments)
 
 
@@ -135,7 +136,7 @@ def test_a_decoder_names_the_memory():
     decoder = WellposedDecoder(WellposedConfig(**SIZES, **heads("")))
     table = nn.Embedding(13, 12)
     for memory in (torch.zeros(2, 4, 7), torch.zeros(2, 12)):
-        with bad_shape(match="memory"):
+        with pytest.raises(ShapeError, match="memory"):
             decoder(input_ids=IDS, encoder_hidden_states=memory, token_embedding=table)
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from tests.support.layers import allowed_by_loop, plain_stack
-from tests.support.refusal import bad_config, bad_shape, refuses_config, refuses_shape
 
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn import (
     MLP,
     AttentionMask,
@@ -41,9 +41,10 @@ def test_rezero_is_the_identity_at_the_start_and_learns_its_scale_first():
 
 
 def test_an_unknown_part_is_named():
-    with bad_config(match="unknown attention 'dot_prodct'; nearest: dot_product"):
+    with pytest.raises(ConfigError, match="unknown attention 'dot_prodct'; nearest: dot_product"):
         stack(attention="dot_prodct")
-    refuses_config("unknown activation 'gleu'; nearest: gelu", MLP, 4, 6, activation="gleu")
+    with pytest.raises(ConfigError, match="unknown activation 'gleu'; nearest: gelu"):
+        MLP(4, 6, activation="gleu")
     assert MLP(4, 6, bias=False).up_proj.bias is None
 
 
@@ -113,11 +114,14 @@ def test_a_finished_mask_is_returned_as_it_is():
 
 
 def test_masks_that_do_not_fit_are_refused():
-    with bad_shape(match=r"is torch.int64 .*; expected torch.bool .* attention_mask == 0"):
+    with pytest.raises(
+        ShapeError, match=r"is torch.int64 .*; expected torch.bool .* attention_mask == 0"
+    ):
         attention_mask(torch.ones(2, 5, dtype=torch.int64), False, 5, 5, CPU)
-    with bad_shape(match=r"torch.bool \(2, 4\); expected torch.bool \(2, 5\)"):
+    with pytest.raises(ShapeError, match=r"torch.bool \(2, 4\); expected torch.bool \(2, 5\)"):
         attention_mask(torch.zeros(2, 4, dtype=torch.bool), False, 5, 5, CPU)
-    refuses_shape("received 3 queries and 2 keys", attention_mask, None, False, 3, 2, CPU)
+    with pytest.raises(ShapeError, match="received 3 queries and 2 keys"):
+        attention_mask(None, False, 3, 2, CPU)
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 8])

@@ -6,11 +6,10 @@ import math
 import pytest
 import torch
 from tests.support.jacobians import OPERATOR_NORMS
-from tests.support.refusal import bad_shape, refuses, refuses_config, refuses_shape
 from torch.autograd.functional import jacobian
 from torch.testing import assert_close
 
-from wellposed.errors import NotContractiveError, NotLipschitzError
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, ShapeError
 from wellposed.functional import l2_attention
 from wellposed.linalg import l2_constants
 from wellposed.nn import AttentionMask, L2SelfAttention, l2_attention_refusal
@@ -137,24 +136,28 @@ def test_zero_weights_stay_zero_and_finite():
 
 @pytest.mark.parametrize("constant", [0.0, 1.0, -0.5, 1.5])
 def test_contractive_must_be_inside_the_unit_interval(constant):
-    refuses(NotContractiveError, "contractive is", L2SelfAttention, 4, 2, contractive=constant)
+    with pytest.raises(NotContractiveError, match="contractive is"):
+        L2SelfAttention(4, 2, contractive=constant)
 
 
 def test_sequences_above_the_certified_length():
     layer = L2SelfAttention(4, 2, contractive=0.9, max_tokens=3)
-    with bad_shape(match="4 tokens; the certificate covers at most max_tokens=3"):
+    with pytest.raises(ShapeError, match="4 tokens; the certificate covers at most max_tokens=3"):
         layer(torch.randn(1, 4, 4))
-    refuses_shape("max_tokens=3", layer.lipschitz_bound, 4)
+    with pytest.raises(ShapeError, match="max_tokens=3"):
+        layer.lipschitz_bound(4)
     padding = torch.tensor([[False, False, False, True]])
     assert layer(torch.randn(1, 4, 4), key_padding_mask=padding).isfinite().all()
 
 
 def test_options_that_leave_no_certificate():
     for options in ({"tied": False}, {"dropout": 0.1}):
-        refuses(NotLipschitzError, ":", L2SelfAttention, 4, 2, contractive=0.9, **options)
+        with pytest.raises(NotLipschitzError, match=":"):
+            L2SelfAttention(4, 2, contractive=0.9, **options)
         layer = L2SelfAttention(4, 2, **options)
         assert layer.certificate_refusal()
-        refuses(NotLipschitzError, ":", layer.lipschitz_bound, 4)
+        with pytest.raises(NotLipschitzError, match=":"):
+            layer.lipschitz_bound(4)
     dropped = L2SelfAttention(4, 2, dropout=0.1).eval()
     assert dropped.certificate_refusal() is None
     assert dropped.lipschitz_bound(4) > 0
@@ -165,8 +168,10 @@ def test_options_that_leave_no_certificate():
 
 def test_a_cache_or_another_norm_needs_one_fixed_scale():
     layer = L2SelfAttention(4, 2, contractive=0.9)
-    refuses_config("max_tokens", layer.lipschitz_bound, 4, norm=2)
-    refuses_config("max_tokens", layer, torch.randn(1, 1, 4), is_causal=True, cache=object())
+    with pytest.raises(ConfigError, match="max_tokens"):
+        layer.lipschitz_bound(4, norm=2)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        layer(torch.randn(1, 1, 4), is_causal=True, cache=object())
 
 
 # Theory note B4: slopes of the refused forms at M = 1, 10, 100, each an explicit function of its

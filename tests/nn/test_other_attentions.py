@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 from tests.support.layers import built, draw, stack_config
-from tests.support.refusal import refuses_config, refuses_shape
 from tests.support.tiny import options, tiny
 from torch.testing import assert_close
 
 from wellposed import nn as wn
 from wellposed.certification import certify
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForCausalLM
 
 INVERSE_D = options(
@@ -51,18 +51,21 @@ def test_heads_count_in_the_certificate_and_nothing_is_certified_without_a_ball(
 
 @pytest.mark.parametrize("lacking", [{"attention_dropout": 0.1}, {"qk_norm": True}])
 def test_what_it_lacks_is_refused(lacking):
-    refuses_config("attention 'inverse_d' with", tiny, WellposedForCausalLM, **INVERSE_D, **lacking)
+    with pytest.raises(ConfigError, match="attention 'inverse_d' with"):
+        tiny(WellposedForCausalLM, **INVERSE_D, **lacking)
 
 
 def test_heads_of_odd_width_are_refused():
-    refuses_shape("heads of width 3; expected an even width", wn.InverseDAttention, 6, 2)
+    with pytest.raises(ShapeError, match="heads of width 3; expected an even width"):
+        wn.InverseDAttention(6, 2)
 
 
 def test_builder_and_bad_options():
     layer = wn.ATTENTIONS.get("cosine")(stack_config(attention_dropout=0.1))
     assert isinstance(layer, wn.CosineSelfAttention)
     assert (layer.dropout, layer.eps) == (0.1, 0.01)
-    refuses_config("qk_norm", wn.ATTENTIONS.get("cosine"), stack_config(qk_norm=True))
+    with pytest.raises(ConfigError, match="qk_norm"):
+        wn.ATTENTIONS.get("cosine")(stack_config(qk_norm=True))
 
 
 D = 8

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_config, bad_shape, refuses_config, refuses_shape
 from torch.testing import assert_close
 
 from wellposed import nn as wn
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import isometry_error
 
 D, E, N = 6, 2, 5
@@ -112,7 +112,7 @@ def test_learned_spectrum_is_a_parameter_and_the_same_twice():
 
 def test_what_no_spectrum_takes():
     stack = wn.TransJectStack(D, 1)
-    with bad_shape(match="attention_mask == 0"):
+    with pytest.raises(ShapeError, match="attention_mask == 0"):
         stack(torch.zeros(2, 3, D), key_padding_mask=torch.zeros(2, 3))
 
 
@@ -149,12 +149,13 @@ def test_given_positions():
 
 
 def test_what_no_embedding_takes():
-    refuses_config("even width", wn.InjectiveEmbedding, 5, 7)
-    with bad_shape(match="max_position_embeddings >= 5"):
+    with pytest.raises(ConfigError, match="even width"):
+        wn.InjectiveEmbedding(5, 7)
+    with pytest.raises(ShapeError, match="max_position_embeddings >= 5"):
         wn.InjectiveEmbedding(5, 8, position="learned", max_positions=4)(
             torch.zeros(1, 5, dtype=torch.long)
         )
-    with bad_shape(match=r"expected \(batch, tokens\)"):
+    with pytest.raises(ShapeError, match=r"expected \(batch, tokens\)"):
         wn.InjectiveEmbedding(5, 8)(torch.zeros(4, dtype=torch.long))
 
 
@@ -193,7 +194,7 @@ def test_no_sample_gives_no_sample(options):
 def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causal):
     stack, x = make(is_causal=is_causal), torch.randn(2, N, D)
     padding = torch.tensor([[False] * N, [True] * N])
-    with bad_shape(match=r"1 of 2 samples are padding alone \(rows \[1\]"):
+    with pytest.raises(ShapeError, match=r"1 of 2 samples are padding alone \(rows \[1\]"):
         stack(x, key_padding_mask=padding)
     torch._dynamo.reset()
     compiled = torch.compile(stack, backend="eager", fullgraph=True)
@@ -218,7 +219,7 @@ def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causa
 )
 def test_block_says_what_does_not_fit(x, sigma, gates):
     block = wn.TransJectBlock(D, 2, num_experts=E).eval()
-    with bad_shape(match="TransJectBlock: received"):
+    with pytest.raises(ShapeError, match="TransJectBlock: received"):
         block(torch.ones(x), torch.ones(sigma), gates=None if gates is None else torch.ones(gates))
 
 
@@ -231,7 +232,7 @@ def test_a_causal_block_takes_one_or_many():
 
 
 def test_stack_says_how_many_gates_are_missing():
-    with bad_config(match="gates of 1 layers; expected 2"):
+    with pytest.raises(ConfigError, match="gates of 1 layers; expected 2"):
         make()(torch.randn(1, N, D), gates=[torch.ones(1, E)])
 
 
@@ -239,10 +240,11 @@ def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex():
     stack, x = make().double(), torch.randn(2, N, D, dtype=torch.float64)
     out = stack(x)
     y, gates = out.last_hidden_state.detach(), [gate.detach() for gate in out.gates]
-    with bad_shape(match=r"received gates \(2, 1\)"):
+    with pytest.raises(ShapeError, match=r"received gates \(2, 1\)"):
         stack.inverse(y, out.sigma, [gate[:, :1] for gate in gates])
     for wrong in (y[..., 1:], y[0]):
-        refuses_shape(r"received x \(", stack.inverse, wrong, out.sigma, gates)
+        with pytest.raises(ShapeError, match=r"received x \("):
+            stack.inverse(wrong, out.sigma, gates)
     _, usual = stack.inverse(y, out.sigma, gates)
     _, doubled = stack.inverse(y, out.sigma, [1.5 * gate for gate in gates])
     contractions = [report.blocks[0].contraction for report in (usual, doubled)]
@@ -254,8 +256,10 @@ def test_a_cache_is_of_as_many_sequences(options):
     stack, x = make(is_causal=True, **options), torch.randn(3, N, D)
     cache, one = wn.TransJectCache(), wn.TransJectCache()
     stack(x[:2], cache=cache)
-    refuses_shape("received 3 sequences, but the cache is for 2", stack, x, cache=cache)
-    refuses_config("a cache needs is_causal=True", make(**options), x, cache=wn.TransJectCache())
+    with pytest.raises(ShapeError, match="received 3 sequences, but the cache is for 2"):
+        stack(x, cache=cache)
+    with pytest.raises(ConfigError, match="a cache needs is_causal=True"):
+        make(**options)(x, cache=wn.TransJectCache())
     stack(x[:1, :2], cache=one)
     common = torch.cat([x[:1, :2].expand(3, -1, -1), x[:, 2:]], 1)
     expected = stack(common).last_hidden_state[:, 2:]
@@ -267,12 +271,15 @@ def test_embedding_says_which_ids_and_positions_it_takes(position):
     module = wn.InjectiveEmbedding(5, D, position=position, max_positions=4)
     ids = torch.tensor([[1, 2]])
     for wrong in (ids.float(), ids.bool()):
-        refuses_shape(r"in torch\.(float32|bool) of shape", module, wrong)
-        refuses_shape(r"positions is torch\.(float32|bool)", module, ids, wrong)
+        with pytest.raises(ShapeError, match=r"in torch\.(float32|bool) of shape"):
+            module(wrong)
+        with pytest.raises(ShapeError, match=r"positions is torch\.(float32|bool)"):
+            module(ids, wrong)
     assert torch.equal(module(ids.int(), ids.int()), module(ids, ids))
     for beyond in (torch.tensor([0, 99]), torch.tensor([-1, 0])):
         if position == "learned":
-            refuses_shape(r"from -?\d+ to \d+ .* in \[0, 4\)", module, ids, beyond)
+            with pytest.raises(ShapeError, match=r"from -?\d+ to \d+ .* in \[0, 4\)"):
+                module(ids, beyond)
         else:
             assert module(ids, beyond).isfinite().all()
 

@@ -9,13 +9,13 @@ import torch
 import transformers
 from tests.support.bert import WORDS as VOCABULARY
 from tests.support.bert import make_table
-from tests.support.refusal import refuses_config
 from tests.support.tiny import options
 from tests.support.tokenizer_folders import bert_words
 from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.certification import certify
+from wellposed.errors import ConfigError
 from wellposed.head_kind import SINGLE
 from wellposed_lab.training.certified.run import has_certified_accuracy
 
@@ -85,7 +85,8 @@ def test_each_kind_of_head_is_read_as_it_is_or_refused(head, tmp_path, cli):
         partial(certificate.radius, torch.tensor(rows)),
         partial(has_certified_accuracy, model),
     ):
-        refuses_config(f"problem_type is {kind}", refused)
+        with pytest.raises(ConfigError, match=f"problem_type is {kind}"):
+            refused()
     for words in (
         typed("predict", [folder], "--text w1 --certified"),
         typed("certify", [folder], "--text w1"),
@@ -102,7 +103,8 @@ def test_each_kind_of_head_is_read_as_it_is_or_refused(head, tmp_path, cli):
 def test_a_head_that_makes_no_sense_is_refused(kind):
     config = SimpleNamespace(num_labels=1, problem_type=kind)
     model = SimpleNamespace(config=config)
-    refuses_config("correct the model", has_certified_accuracy, model)
+    with pytest.raises(ConfigError, match="correct the model"):
+        has_certified_accuracy(model)
 
 
 def test_answers_of_weights_that_are_not_finite_are_refused(tmp_path, cli):

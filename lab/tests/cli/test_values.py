@@ -8,11 +8,10 @@ from typing import Literal
 
 import pytest
 from tests.support.edited import edited
-from tests.support.refusal import refuses_config
 from tests.support.words import python, succeed
 from tests.support.words import words as typed
 
-from wellposed.errors import CheckpointError
+from wellposed.errors import CheckpointError, ConfigError
 from wellposed.models import load_pretrained_model
 from wellposed.options import Positive, Size
 from wellposed_lab.cli.parser import ModelArguments, parse_words
@@ -113,4 +112,5 @@ def test_words_become_options_or_are_refused(typed, expected):
     if isinstance(expected, dict):
         assert parse_words(Arguments, typed.split(), prog="wellposed try") == Arguments(**expected)
         return
-    refuses_config(expected, parse_words, Arguments, typed.split(), prog="wellposed try")
+    with pytest.raises(ConfigError, match=expected):
+        parse_words(Arguments, typed.split(), prog="wellposed try")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tests.support.penalized import bert
-from tests.support.refusal import each_refused, refuses_config
 from tests.support.zoo import ZOO
 from torch import nn
 
@@ -84,9 +83,12 @@ def test_bad_input_is_refused_before_training():
     bad = {"attention_mode": "both", "estimator": "all", "qr_method": "x", "every": 0}
     for option, value in {**bad, "num_probes": 0}.items():
         words[option] = attach(key=1.0, form="paper", **{option: value})
-    each_refused(ConfigError, words)
+    for message, call in words.items():
+        with pytest.raises(ConfigError, match=message):
+            call()
     for strength in ("1e-2", None, [1.0]):
-        refuses_config("OrthogonalityPenalty: strengths", OrthogonalityPenalty, model, key=strength)
+        with pytest.raises(ConfigError, match="OrthogonalityPenalty: strengths"):
+            OrthogonalityPenalty(model, key=strength)
     linear, layer = nn.Sequential(nn.Linear(4, 4)), nn.TransformerEncoderLayer(8, 2, 12)
     nothing = {"query": "*.nothing_like_it.weight"}
     roles = {
@@ -95,7 +97,9 @@ def test_bad_input_is_refused_before_training():
         "affinity": attach(linear, affinity=1.0, where={"feedforward_in": "0.weight"}),
         "nothing_like_it": attach(query=1.0, where=nothing, form="paper"),
     }
-    each_refused(RoleNotFoundError, roles)
+    for message, call in roles.items():
+        with pytest.raises(RoleNotFoundError, match=message):
+            call()
 
 
 def test_quantised_weights_are_refused_by_name():

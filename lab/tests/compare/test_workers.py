@@ -11,7 +11,6 @@ import time
 import pytest
 from lab.tests.support.runs import wait_for_rows
 from tests.support.films import write_films
-from tests.support.refusal import refuses_config
 from tests.support.words import words as typed
 
 from wellposed.errors import ConfigError
@@ -54,7 +53,8 @@ def test_impossible_jobs(monkeypatch, capsys):
         assert "jobs = 0, expected" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refuses_config("jobs = 2 under torchrun", check_jobs, 2)
+    with pytest.raises(ConfigError, match="jobs = 2 under torchrun"):
+        check_jobs(2)
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from tests.support.refusal import refuses_config, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.cli.main import main
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import TASKS, build_task
@@ -72,7 +72,8 @@ def test_train_batches_are_a_function_of_seed_and_epoch_alone(task):
 
 @pytest.mark.parametrize("name", ["char_lm", "text_classification", "image_classification"])
 def test_data_that_is_not_there_is_named(name, tmp_path):
-    refuses_data("nothing: no such file", build_task, name, {"data": str(tmp_path / "nothing")})
+    with pytest.raises(DataError, match="nothing: no such file"):
+        build_task(name, {"data": str(tmp_path / "nothing")})
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,8 @@ def test_data_that_is_not_there_is_named(name, tmp_path):
     ],
 )
 def test_options_without_an_effect_are_refused(name, options, says):
-    refuses_config(says, build_task, name, options)
+    with pytest.raises(ConfigError, match=says):
+        build_task(name, options)
 
 
 def test_lengths_are_those_of_the_examples(task):
@@ -161,7 +163,8 @@ def test_tasks_of_the_studies_name_their_package(route, name, without_studies, t
     config.write_text(SAVED.read_text().replace('task = "listops"', f'task = "{name}"'))
     says = f"task '{name}' comes with another package, wellposed-studies; type: "
     if route == "build_task":
-        refuses_config(says, build_task, name)
+        with pytest.raises(ConfigError, match=says):
+            build_task(name)
     else:
         assert ROUTES[route](name, config) in (1, 2)
         assert says in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """BLEU and chrF: signatures, and texts without blanks."""
 
 import pytest
-from tests.support.refusal import refuses_data
 
+from wellposed.errors import DataError
 from wellposed_lab.tasks import metrics
 
 
@@ -13,7 +13,8 @@ def test_bleu_says_what_was_counted():
     assert "tok:char" in signatures["bleu"]
     assert "nc:6" in signatures["chrf"]
     for hypotheses in (["a"], []):
-        refuses_data("hypotheses for", metrics.score_texts, hypotheses, [])
+        with pytest.raises(DataError, match="hypotheses for"):
+            metrics.score_texts(hypotheses, [])
 
 
 UNSPACED_TEXTS = {

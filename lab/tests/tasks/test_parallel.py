@@ -4,8 +4,8 @@ everything that is wrong."""
 import gzip
 
 import pytest
-from tests.support.refusal import bad_data, refuses_config, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.data import splits
 from wellposed_lab.tasks.data.parallel import ParallelOptions, load_parallel
 
@@ -56,7 +56,8 @@ def test_several_test_sets_are_named(tmp_path):
     for count, stem in enumerate(("test_2017_mscoco", "test_2016_flickr", "val", "train"), start=3):
         write_split(tmp_path, stem, count)
     says = r"2 files could be the test split; leave one there:\n  test_2016_fl"
-    refuses_data(says, load, tmp_path)
+    with pytest.raises(DataError, match=says):
+        load(tmp_path)
 
 
 def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
@@ -67,7 +68,8 @@ def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
     assert sorted(row for texts in pairs.values() for row in rows_of(texts)) == sorted(PAIRS[:40])
     assert pairs["valid"].where(0, 1).startswith(f"{tmp_path / 'train.en'}:")
     write_split(tmp_path, "train", 39)
-    refuses_data("39 pairs are too few", load, tmp_path)
+    with pytest.raises(DataError, match="39 pairs are too few"):
+        load(tmp_path)
 
 
 def test_a_table_of_pairs(tmp_path):
@@ -82,9 +84,11 @@ def test_a_table_of_pairs(tmp_path):
 def test_columns_without_names_are_refused(tmp_path):
     path = write(tmp_path, "all.tsv", [f"{en}\t{de}" for de, en in PAIRS])
     says = r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
-    refuses_config(says, load, path)
+    with pytest.raises(ConfigError, match=says):
+        load(path)
     write(tmp_path, "all.tsv", ["de\ten", "one", "c\td"])
-    refuses_data(r"all\.tsv:2: 1 columns", load, path)
+    with pytest.raises(DataError, match=r"all\.tsv:2: 1 columns"):
+        load(path)
 
 
 ENGLISH = [en for _, en in PAIRS]
@@ -98,15 +102,20 @@ EMPTY = r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is em
 def test_lines_without_a_partner_are_named(tmp_path, texts, says):
     write_split(tmp_path, "train", 40)
     write(tmp_path, "train.en", texts)
-    refuses_data(says, load, tmp_path)
+    with pytest.raises(DataError, match=says):
+        load(tmp_path)
 
 
 def test_an_unknown_language_names_those_that_exist(tmp_path):
     write_split(tmp_path, "train", 40)
-    with bad_data(match=r"no train file for language 'fr'.*languages that exist there: de, en"):
+    with pytest.raises(
+        DataError, match=r"no train file for language 'fr'.*languages that exist there: de, en"
+    ):
         load(tmp_path, "de", "fr")
-    refuses_config("expected two languages", load, tmp_path, "de", "de")
-    refuses_data("no such file or folder", load, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="expected two languages"):
+        load(tmp_path, "de", "de")
+    with pytest.raises(DataError, match="no such file or folder"):
+        load(tmp_path / "nowhere")
 
 
 def test_pairs_of_the_hub(monkeypatch):
@@ -119,4 +128,5 @@ def test_pairs_of_the_hub(monkeypatch):
     pairs, _ = load("hf:some/pairs:de-en")
     assert rows_of(pairs["train"]) == PAIRS
     assert list(pairs["valid"].target) == ENGLISH[:3]
-    refuses_data(r"hf:some/pairs \(train\): no cs, only de, en", load, "hf:some/pairs", "cs", "en")
+    with pytest.raises(DataError, match=r"hf:some/pairs \(train\): no cs, only de, en"):
+        load("hf:some/pairs", "cs", "en")

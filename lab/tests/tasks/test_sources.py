@@ -8,8 +8,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.support.refusal import bad_config, bad_data, refuses_data
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.data.files import read_text
 from wellposed_lab.tasks.data.parallel import ParallelOptions, load_parallel
 from wellposed_lab.tasks.data.splits import (
@@ -67,16 +67,19 @@ CUT, LATIN1 = gzip.compress(bytes(range(256)) * 50), b"one\ntwo\ncaf\xe9 x\n"
 )
 def test_what_is_no_text_is_named(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
-    with bad_data(match=f"(?s){says}") as caught:
+    with pytest.raises(DataError, match=f"(?s){says}") as caught:
         read_text(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
 
 def test_missing_file_lists_near_names(tmp_path):
     touch(tmp_path, "ptb.char.train.txt.gz", "other.md")
-    with bad_data(match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"):
+    with pytest.raises(
+        DataError, match=r"no such file or folder; nearest in .*: ptb\.char\.train\.txt\.gz"
+    ):
         read_text(tmp_path / "ptb.char.trian.txt.gz")
-    refuses_data("nearest in .*: ptb.char.train.txt.gz", find, tmp_path / "ptb.char.tran.txt.gz")
+    with pytest.raises(DataError, match=r"nearest in .*: ptb.char.train.txt.gz"):
+        find(tmp_path / "ptb.char.tran.txt.gz")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,8 @@ def test_explicit_files_win(tmp_path):
     files, source = find(tmp_path / "train.tsv", valid=tmp_path / "mine.tsv")
     assert files[1] == "mine.tsv"
     assert "valid given" in source
-    refuses_data("no such file", find, tmp_path / "train.tsv", test=tmp_path / "absent.tsv")
+    with pytest.raises(DataError, match="no such file"):
+        find(tmp_path / "train.tsv", test=tmp_path / "absent.tsv")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,8 @@ def test_explicit_files_win(tmp_path):
 )
 def test_folders_that_leave_a_split_open(tmp_path, names, says):
     touch(tmp_path, *names.split())
-    refuses_data(says, find, tmp_path)
+    with pytest.raises(DataError, match=says):
+        find(tmp_path)
 
 
 def test_hub_data_set_by_name_and_config(monkeypatch):
@@ -147,10 +152,13 @@ def test_hub_failures_are_data_errors(monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    refuses_data("hf:name: cannot be loaded: it is not in the cache", load_hub_dataset, "hf:name")
-    refuses_data("no data set is named", load_hub_dataset, "hf:")
+    with pytest.raises(DataError, match="hf:name: cannot be loaded: it is not in the cache"):
+        load_hub_dataset("hf:name")
+    with pytest.raises(DataError, match="no data set is named"):
+        load_hub_dataset("hf:")
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: {"everything": None})
-    refuses_data("no split named train; it has everything", load_hub_dataset, "hf:name")
+    with pytest.raises(DataError, match="no split named train; it has everything"):
+        load_hub_dataset("hf:name")
 
 
 class Numbers(tuple[int, ...]):
@@ -228,12 +236,14 @@ def test_columns_by_language_are_the_pairs(tmp_path, name, rows):
 
 def test_a_pair_without_text_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", [*PAIRS, {"de": None, "en": "one", "id": 1}])
-    with bad_data(match=r"a\.jsonl:61: the row has no 'de'"):
+    with pytest.raises(DataError, match=r"a\.jsonl:61: the row has no 'de'"):
         load_parallel(ParallelOptions(str(path), "de", "en"))
 
 
 def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with bad_config(match=r"parquet files need the package 'datasets'.*\[datasets\]"):
+    with pytest.raises(
+        ConfigError, match=r"parquet files need the package 'datasets'.*\[datasets\]"
+    ):
         load_texts(DataOptions(str(path)))

@@ -6,10 +6,10 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import bad_config, refuses_config
 from tests.support.tokenizer_folders import bert_words
 from tests.support.words import python
 
+from wellposed.errors import ConfigError
 from wellposed.words import split_words
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID, build_pair_encoder
@@ -127,7 +127,8 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path):
         ("hf:/no/such/folder", r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"),
         (f"hf:{tmp_path}", "neither a pad nor an eos token"),
     ):
-        refuses_config(says, build_encoder, name, [], max_words=1)
+        with pytest.raises(ConfigError, match=says):
+            build_encoder(name, [], max_words=1)
 
 
 PAIR_TEXTS = [
@@ -173,7 +174,9 @@ def test_frequent_pairs_are_merged_and_the_vocabulary_is_joint():
     lengths = encoder.encode(["young men", "zwei junge"]).ids.lengths.tolist()
     assert lengths[0] < lengths[1] + 4 < len("young men")
     assert encoder.vocab_size <= 120
-    with bad_config(match=r"vocab_size = 10, but the texts have \d+ characters; expected at least"):
+    with pytest.raises(
+        ConfigError, match=r"vocab_size = 10, but the texts have \d+ characters; expected at least"
+    ):
         build_pair_encoder("bpe", PAIR_TEXTS, vocab_size=10)
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.refusal import bad_config, refuses, refuses_data
 
 from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.data.splits import SPLITS
@@ -110,17 +109,19 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
 
     changed(corpus, tmp_path, "train", lengthen)
     says = r"train: texts have more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
-    refuses_data(says, build, tmp_path, max_tokens=25)
+    with pytest.raises(DataError, match=says):
+        build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     dropped = task.description()["train_pairs_dropped_as_too_long"]
     assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
     assert dropped["longest"] > 25
     changed(corpus, tmp_path, "test", lengthen)
-    refuses_data(r"test: texts have more .*or give overflow='drop'", build, tmp_path, max_tokens=25)
+    with pytest.raises(DataError, match=r"test: texts have more .*or give overflow='drop'"):
+        build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     assert task.description()["pairs_cut_as_too_long"] == {"valid": 0, "test": 1}
     most = max(task.lengths("train"))
-    with bad_config(match=f"tokens_per_batch = {most}, expected at least 25"):
+    with pytest.raises(ConfigError, match=f"tokens_per_batch = {most}, expected at least 25"):
         build(tmp_path, max_tokens=25, overflow="drop", tokens_per_batch=most)
     row = task.dataset("test")[4]
     assert max(map(len, row.values())) == 25
@@ -244,4 +245,5 @@ def test_generation_with_a_real_model_gives_every_row_its_text(corpus, beams):
     ],
 )
 def test_bad_options_are_refused(corpus, options, says):
-    refuses((ConfigError, DataError), says, build, corpus, **options)
+    with pytest.raises((ConfigError, DataError), match=says):
+        build(corpus, **options)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.refusal import refuses_data
 from tests.support.tokenizer_folders import bert_words
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, DataError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification, load_saved_model
 from wellposed_lab.cli.main import main
 from wellposed_lab.cli.prediction.labels import label_lines
@@ -125,12 +124,14 @@ def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path, capsys):
         if variant == "rezero":
             assert curve.certified[1:] == [0.0, 0.0]
             assert not any("certified" in line for line in curve.first_texts)
-        refuses_data("measure it again", read_words, folder, run_date="another")
+        with pytest.raises(DataError, match="measure it again"):
+            read_words(folder, run_date="another")
     page = build_report([out], tmp_path / "report.html").read_text("utf-8")
     assert "replaced words" in page
     assert "certified against any 3 words" in page
     (out / "lipschitz" / "seed-0" / WORDS_NAME).write_text('{"format": 1}')
-    refuses_data(WORDS_NAME, read_words, out / "lipschitz" / "seed-0", run_date=date)
+    with pytest.raises(DataError, match=WORDS_NAME):
+        read_words(out / "lipschitz" / "seed-0", run_date=date)
 
 
 @pytest.fixture

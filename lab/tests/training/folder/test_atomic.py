@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import start_stub, wait_for_rows
-from tests.support.refusal import refuses
 
 from wellposed.errors import ConfigError
 from wellposed_lab.training.folder import atomic
@@ -107,14 +106,16 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
         rows.append({"step": 1})
     assert not absent.exists()
     os.mkfifo(tmp_path / "pipe")
-    refuses(OSError, "is a pipe or a device", atomic.replace_file, tmp_path / "pipe", b"new")
+    with pytest.raises(OSError, match="is a pipe or a device"):
+        atomic.replace_file(tmp_path / "pipe", b"new")
 
 
 @pytest.mark.parametrize(
     ("name", "why"), [("", "is a folder, expected a file"), ("a/b", "No such")]
 )
 def test_an_error_of_writing_names_the_file_that_was_asked_for(tmp_path, name, why):
-    refuses(OSError, f"{why}.*: '{tmp_path / name}'", atomic.replace_file, tmp_path / name, b"new")
+    with pytest.raises(OSError, match=f"{why}.*: '{tmp_path / name}'"):
+        atomic.replace_file(tmp_path / name, b"new")
     path = tmp_path / "page.html"
     with pytest.raises(OSError, match=f"full: '{path}'"), atomic.open_replacing(path):
         raise OSError(28, "full")

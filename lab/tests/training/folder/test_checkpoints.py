@@ -11,7 +11,6 @@ import pytest
 import torch
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import flip
-from tests.support.refusal import refuses
 from tests.support.words import words as typed
 from torch import nn
 
@@ -105,7 +104,8 @@ def test_damage_is_found_and_the_file_named(training, name, damage):
         flip(path)
     # One changed bit of a manifest may leave valid JSON; then a digest, a size or a name is off.
     is_named = (name, damage) != ("manifest.json", "altered")
-    refuses(CheckpointError, name if is_named else "checkpoint-2", checkpoints.verify, folder)
+    with pytest.raises(CheckpointError, match=name if is_named else "checkpoint-2"):
+        checkpoints.verify(folder)
     newest, (note,) = checkpoints.newest_complete(training.folder)
     assert newest == older
     assert "checkpoint-2" in note

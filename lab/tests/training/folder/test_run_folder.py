@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.tests.support import stub_task as stub
-from tests.support.refusal import refuses, refuses_config
 from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
@@ -45,13 +44,16 @@ def test_a_configuration_survives_the_file(tmp_path_factory, train, data):
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     config = stub.make_config()
-    refuses(ConfigError, "already holds files", stub.run, config, tmp_path)
+    with pytest.raises(ConfigError, match="already holds files"):
+        stub.run(config, tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.toml, so it is not a run"):
         stub.run(config, tmp_path, resume="auto")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    refuses_config("is a file, expected a folder", stub.run, config, tmp_path / "thesis.txt")
+    with pytest.raises(ConfigError, match="is a file, expected a folder"):
+        stub.run(config, tmp_path / "thesis.txt")
     expected = r"--resume yes: expected never or auto"
-    refuses(ConfigError, expected, stub.run, config, tmp_path / "new", resume="yes")
+    with pytest.raises(ConfigError, match=expected):
+        stub.run(config, tmp_path / "new", resume="yes")
 
 
 def test_every_changed_field_is_listed(tmp_path):
@@ -98,7 +100,8 @@ def test_the_environment_names_versions_and_every_start(tmp_path):
 def test_bad_configuration_files(tmp_path, content, says):
     if content is not None:
         (tmp_path / "config.toml").write_text(content)
-    refuses(ConfigError, says, read_config, tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        read_config(tmp_path)
 
 
 def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path):
@@ -113,7 +116,8 @@ def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path):
     rows = [(row["step"], row["loss"]) for row in read_metrics(tmp_path)]
     assert rows == [(0, None), (1, None), (2, None), (9, 1.0)]
     expected = "4 complete rows, but the checkpoint was written after 7"
-    refuses(CheckpointError, expected, MetricsFile, tmp_path, rows=7)
+    with pytest.raises(CheckpointError, match=expected):
+        MetricsFile(tmp_path, rows=7)
 
 
 def test_the_configuration_is_on_disk_before_the_first_step(tmp_path):

@@ -6,7 +6,6 @@ from typing import ClassVar
 import pytest
 import torch
 from lab.tests.support import stub_task as stub
-from tests.support.refusal import refuses
 
 from wellposed.errors import ConfigError, DataError
 from wellposed_lab.training.loop.batches import MicroBatches, check_target_count, token_count
@@ -57,11 +56,13 @@ def test_targets_are_counted_as_the_loss_counts_them():
 
 def test_a_task_that_counts_otherwise_is_told_what_to_do():
     expected = "loss_sum reports 7 targets, but the labels hold 9; define target_count"
-    refuses(ConfigError, expected, check_target_count, stub.StubTask(), 9, 7.0)
+    with pytest.raises(ConfigError, match=expected):
+        check_target_count(stub.StubTask(), 9, 7.0)
 
 
 def test_a_split_without_batches_is_an_error():
     class Empty(stub.StubTask):
         sizes: ClassVar = {"train": 0, "valid": 1, "test": 1}
 
-    refuses(DataError, "train split has 0 examples", MicroBatches, Empty(), 4, seed=0)
+    with pytest.raises(DataError, match="train split has 0 examples"):
+        MicroBatches(Empty(), 4, seed=0)

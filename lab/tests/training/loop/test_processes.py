@@ -10,7 +10,6 @@ import pytest
 from lab.tests.support import stub_task
 from lab.tests.support.runs import rows, start_stub, wait_for_rows
 from lab.tests.support.two_processes import start_two
-from tests.support.refusal import refuses
 from tests.support.words import python
 from tests.support.words import words as typed
 
@@ -176,7 +175,8 @@ def test_a_request_inside_another_is_heard_by_both():
         assert (outer.requested, inner.requested) == (True, True)
         with StopRequest() as later:
             assert later.requested, "what was asked before it began"
-            refuses(KeyboardInterrupt, "second signal", signal.raise_signal, signal.SIGTERM)
+            with pytest.raises(KeyboardInterrupt, match="second signal"):
+                signal.raise_signal(signal.SIGTERM)
     with StopRequest() as other:
         assert not other.requested
 

@@ -8,7 +8,6 @@ import jsonschema
 import pytest
 import torch
 from lab.tests.support.runs import flip, stop_at
-from tests.support.refusal import refuses
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.model_options import ModelOptions
@@ -131,17 +130,18 @@ def test_the_final_model_loads_and_gives_the_same_logits(finished):
             loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
             assert torch.equal(loaded(input_ids=ids).logits, logits)
     flip(finished / "final" / "model.safetensors")
-    refuses(CheckpointError, r"model\.safetensors: SHA-256", load_run_model, finished)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256"):
+        load_run_model(finished)
     flip(finished / "final" / "model.safetensors")
 
 
 def test_a_run_that_has_not_ended_has_no_model(text, tmp_path, monkeypatch):
-    refuses(ConfigError, "not a run folder", load_run_model, tmp_path / "run")
+    with pytest.raises(ConfigError, match="not a run folder"):
+        load_run_model(tmp_path / "run")
     stop_at(monkeypatch, 4)
     assert train(language_model(text), tmp_path / "run", progress=False).status == "cancelled"
-    refuses(
-        CheckpointError, "the run has not ended; finish it with", load_run_model, tmp_path / "run"
-    )
+    with pytest.raises(CheckpointError, match="the run has not ended; finish it with"):
+        load_run_model(tmp_path / "run")
 
 
 def test_bf16_trains_fp32_weights(text, tmp_path):
@@ -153,5 +153,6 @@ def test_bf16_trains_fp32_weights(text, tmp_path):
 
 def test_missing_data_leaves_no_folder(tmp_path):
     config = RunConfig("char_lm", {"data": str(tmp_path / "nowhere.txt")})
-    refuses(DataError, r"nowhere\.txt", train, config, tmp_path / "run", progress=False)
+    with pytest.raises(DataError, match=r"nowhere\.txt"):
+        train(config, tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
