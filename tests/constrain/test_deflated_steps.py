@@ -49,7 +49,7 @@ def test_the_norm_stays_within_the_bound_at_every_step(dtype, bound):
         move(layer, optimizer, outwards(layer, 3, 0.02, seed=seed))
         norm = torch.linalg.matrix_norm(layer.weight.detach().double(), 2)
         assert norm <= bound
-    assert (handle.weights[0].top_vectors is None) is (dtype == torch.bfloat16)
+    assert (handle.weights[0].memory.top_vectors is None) is (dtype == torch.bfloat16)
     assert norm > 0.98 * bound
 
 
@@ -63,7 +63,7 @@ def test_the_steps_are_near_the_exact_caps():
         left, values, right = torch.linalg.svd(free)
         exact = (left * values.clamp_max(1.0)) @ right
         shares.append(float(torch.linalg.matrix_norm(layer.weight.detach() - exact, 2)))
-    assert handle.weights[0].top_vectors.pause == 0
+    assert handle.weights[0].memory.top_vectors.pause == 0
     assert max(shares[2:]) <= 5e-3
 
 
@@ -73,7 +73,7 @@ def test_many_values_above_the_bound_go_back_to_the_polynomial_and_are_tried_now
     for seed in range(12):
         move(layer, optimizer, outwards(layer, 60, 0.05, seed=seed))
         assert distance(layer.weight, "spectral") == 0.0
-        pauses.append(handle.weights[0].top_vectors.pause)
+        pauses.append(handle.weights[0].memory.top_vectors.pause)
     assert max(pauses) >= 2
     assert 0 in pauses
 
@@ -104,10 +104,10 @@ def test_a_weight_that_leaves_the_bound_forgets_its_vectors():
     layer, optimizer, handle = pushed()
     for seed in range(4):
         move(layer, optimizer, outwards(layer, 3, 0.02, seed=seed))
-    assert handle.weights[0].top_vectors is not None
+    assert handle.weights[0].memory.top_vectors is not None
     for _ in range(3):
         move(layer, optimizer, -0.1 * layer.weight.detach())
-    assert handle.weights[0].top_vectors is None
+    assert handle.weights[0].memory.top_vectors is None
     handle.remove()
 
 
@@ -140,7 +140,7 @@ def test_a_step_that_breaks_off_leaves_the_weight_of_before_or_after():
     with Breaks() as counted:
         optimizer.step()
     after = layer.weight.detach().clone()
-    assert handle.weights[0].top_vectors.pause == 0
+    assert handle.weights[0].memory.top_vectors.pause == 0
 
     for at in range(1, counted.count + 1, 5):
         layer, optimizer, _ = trained()

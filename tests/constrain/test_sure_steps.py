@@ -82,7 +82,7 @@ def test_steps_just_below_and_above_the_room(dtype, share, is_proved):
     """A step along the largest singular vectors makes the norm as large as the triangle inequality allows."""
     layer, optimizer, handle = built(dtype=dtype)
     moved(layer, optimizer, random_step(1e-3, layer))
-    proved = handle.weights[0].proved_copy
+    proved = handle.weights[0].memory.proved_copy
     step = proved.matrix - layer.weight.detach() + top(proved.matrix) * share * (0.95 - proved.norm)
     if dtype == torch.bfloat16:  # the rounding of the entries lengthens the step
         step = step * (1.0 if is_proved else 0.99)
@@ -166,7 +166,7 @@ def test_weights_do_as_with_a_proof_at_every_step():
             outwards = top(layer.weight) * (0.02 if seed < 50 else -0.02)
             proofs += moved(layer, optimizer, outwards + random_step(1e-3, layer, seed)) > 0
             if not is_kept:
-                handle.weights[0].proved_copy = None
+                handle.weights[0].memory.proved_copy = None
         runs.append((layer.weight.detach().clone(), proofs))
     assert torch.equal(runs[0][0], runs[1][0])
     assert runs[0][1] < 60 < 80 == runs[1][1]
@@ -188,10 +188,10 @@ def test_a_step_that_is_not_finite_is_still_refused(bad):
 def test_weights_at_the_bound_and_handles_that_read_nothing_keep_no_copy():
     layer, optimizer, handle = built(norm=1.0)
     moved(layer, optimizer, random_step(1e-3, layer))
-    assert handle.weights[0].proved_copy is None
+    assert handle.weights[0].memory.proved_copy is None
     layer, optimizer, handle = built(batched=True)
     moved(layer, optimizer, random_step(1e-3, layer))
-    assert handle.weights[0].proved_copy is None
+    assert handle.weights[0].memory.proved_copy is None
 
 
 def test_a_copy_follows_its_handle_and_goes_with_it():
@@ -199,9 +199,9 @@ def test_a_copy_follows_its_handle_and_goes_with_it():
     moved(layer, optimizer, random_step(1e-3, layer))
     model, _, other = copy.deepcopy((layer, optimizer, handle))
     write_data(layer, top(layer.weight) * 5.0)
-    assert torch.equal(other.weights[0].proved_copy.matrix, model.weight)
+    assert torch.equal(other.weights[0].memory.proved_copy.matrix, model.weight)
     handle.remove()
-    assert handle.weights[0].proved_copy is None
+    assert handle.weights[0].memory.proved_copy is None
 
 
 def test_a_weight_that_changed_its_kind_is_proved_again():
@@ -209,5 +209,5 @@ def test_a_weight_that_changed_its_kind_is_proved_again():
     moved(layer, optimizer, random_step(1e-3, layer))
     layer.double()
     assert moved(layer, optimizer, random_step(1e-3, layer)) > 0
-    assert handle.weights[0].proved_copy.matrix.dtype == torch.float64
+    assert handle.weights[0].memory.proved_copy.matrix.dtype == torch.float64
     assert distance(layer.weight, "spectral") == 0.0

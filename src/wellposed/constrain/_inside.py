@@ -25,11 +25,22 @@ class ProvedCopy(NamedTuple):
     norm: float
 
 
+class Memory(Protocol):
+    """State of a set that keeps proved copies."""
+
+    proved_copy: ProvedCopy | None
+    """The matrix when it was last proved, if its steps leave it inside for a while."""
+
+
 class Steps(Protocol):
     """The parts of a `ConstrainedMatrix` that are read here."""
 
-    proved_copy: ProvedCopy | None
     spare: list[Tensor]
+
+    @property
+    def memory(self) -> Memory:
+        """The state between steps."""
+        ...
 
     @property
     def value(self) -> Tensor:
@@ -47,11 +58,12 @@ def norms_since_proof(matrices: Sequence[Matrix], bound: float) -> dict[Matrix, 
 
     Cost: two passes over each weight that has a copy, and one read.
     """
-    pairs = {
-        matrix: matrix.proved_copy
-        for matrix in matrices
-        if matrix.proved_copy is not None and _fits(matrix.proved_copy.matrix, matrix.value)
-    }
+    pairs: dict[Matrix, ProvedCopy] = {}
+    for matrix in matrices:
+        proved = matrix.memory.proved_copy
+        if proved is not None and _fits(proved.matrix, matrix.value):
+            pairs[matrix] = proved
+
     moved = _distances([(matrix.value, copy.matrix) for matrix, copy in pairs.items()])
     norms = {
         matrix: copy.norm + distance
@@ -72,17 +84,18 @@ def rooms_for(matrices: Sequence[Steps], bound: float) -> list[float]:
 
 def keep_copy(matrix: Steps, norm: float, room: float) -> None:
     """Keep a copy of a weight of this proved norm, if that leaves room for steps."""
-    if not norm <= room:
-        matrix.proved_copy = None
-        return
-    old = matrix.proved_copy
+    memory = matrix.memory
+    old = memory.proved_copy
     # While the copy is written it is no proof of anything.
-    matrix.proved_copy = None
+    memory.proved_copy = None
+    if not norm <= room:
+        return
+
     buffer = torch.empty_like(matrix.value)
     if old is not None and _fits(old.matrix, matrix.value):
         buffer = old.matrix
     buffer.copy_(matrix.value)
-    matrix.proved_copy = ProvedCopy(buffer, norm)
+    memory.proved_copy = ProvedCopy(buffer, norm)
 
 
 def _step(matrix: Steps) -> float:

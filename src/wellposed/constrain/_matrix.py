@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._inside import ProvedCopy
 from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import TOLERANCES, MatrixSet
@@ -33,23 +32,8 @@ from wellposed.linalg import (
 _ROUNDING = 0.1
 
 
-class TopVectors(NamedTuple):
-    """Guesses of singular vectors for `deflate_`, and when to try them."""
-
-    vectors: Tensor
-    pause: int = 0
-    """Steps before the next try."""
-    wait: int = 0
-    """The pause after the last failed try."""
-
-
 class ConstrainedMatrix:
     """A matrix that is put back into its set after each step, and the state that this needs."""
-
-    top_vectors: TopVectors | None = None
-    """Vectors near the largest singular ones, if the last steps led outside the bound."""
-    proved_copy: ProvedCopy | None = None
-    """The matrix when it was last proved, if its steps leave it inside for a while."""
 
     def __init__(self, part: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
         assert part.parameter is not None  # refused before otherwise
@@ -59,16 +43,21 @@ class ConstrainedMatrix:
         self.parameter: nn.Parameter = part.parameter
         self.optimizer = optimizer
         self.set = matrix_set
+        self.memory: Any = matrix_set.memory()
+        """State that the set keeps of this matrix from one step to the next, until `forget`."""
         self._is_fitted = math.isnan(matrix_set.size)
-        axis = -1 if part.transposed else -2
-        self.layout = layout_of(self.parameter, entry=part.expert, rows=part.rows, axis=axis)
+        self.layout = layout_of(
+            self.parameter,
+            entry=part.expert,
+            rows=part.rows,
+            axis=-1 if part.transposed else -2,
+        )
         """How a matrix in shards lies on the ranks, if one of them can work on it."""
         self.shape = part.shape
         """(rows, columns) of the whole matrix."""
-        rows, columns = self.shape
-        self.entries = rows * columns
+        self.entries = math.prod(self.shape)
         # All slices of a fused weight share its moments, so none can be in Lie coordinates.
-        self.is_square = matrix_set.is_steered and rows == columns and not part.part
+        self.is_square = matrix_set.is_steered and self.shape[0] == self.shape[1] and not part.part
         self.stored_dtype = self.dtype = self.parameter.dtype
         if matrix_set.keeps_master:
             self.dtype = compute_dtype(self.parameter)
@@ -181,7 +170,7 @@ class ConstrainedMatrix:
         self.is_displaced = self.is_kept = self.is_in_step = self.is_saved = False
         self.gradient_is = "plain"
         self.spare = []
-        self.proved_copy = self.top_vectors = None
+        self.memory = self.set.memory()
         self._state = None
         self.drift = math.inf
         self.whole = None
@@ -311,7 +300,8 @@ class ConstrainedMatrix:
 
     def release(self) -> None:
         """Restart moments that are in Lie coordinates, and remove all notes beside them."""
-        self.master = self._exposed = self.whole = self.proved_copy = self.top_vectors = None
+        self.master = self._exposed = self.whole = None
+        self.memory = self.set.memory()
         state = self.optimizer.state.get(self.parameter)
         if state is None:
             return

@@ -79,6 +79,10 @@ class MatrixSet:
         after = [self.error(matrix) for matrix in inside.to(stack.dtype)]
         return [self.size] * len(stack), before, inside, after
 
+    def memory(self) -> Any:
+        """Return fresh state of one matrix, if the set keeps any from one step to the next."""
+        return None
+
     def state(self, matrices: Sequence[Any], work: Workspace) -> None:
         """Before a step: put the gradients into the coordinates of the step."""
 

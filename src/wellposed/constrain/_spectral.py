@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from wellposed.constrain._inside import keep_copy, norms_since_proof, rooms_for
-from wellposed.constrain._matrix import ConstrainedMatrix, TopVectors
+from wellposed.constrain._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
+from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
 from wellposed.linalg import (
@@ -31,6 +31,26 @@ from wellposed.linalg import (
 _LONGEST_WAIT = 32
 # A weight with a largest singular value below this many bounds needs no deflation.
 _NEAR_BOUND = 0.9
+
+
+class TopVectors(NamedTuple):
+    """Guesses of singular vectors for `deflate_`, and when to try them."""
+
+    vectors: Tensor
+    pause: int = 0
+    """Steps before the next try."""
+    wait: int = 0
+    """The pause after the last failed try."""
+
+
+@dataclass
+class SpectralMemory:
+    """State of one matrix from step to step, by which later steps are proved at a lower cost."""
+
+    top_vectors: TopVectors | None = None
+    """Vectors near the largest singular ones, if the last steps led outside the bound."""
+    proved_copy: ProvedCopy | None = None
+    """The matrix when it was last proved, if its steps leave it inside for a while."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,10 @@ class Spectral(MatrixSet):
         before = [max(0.0, cap.before / self.size - 1.0) for cap in caps]
         return [self.size] * len(stack), before, inside, [0.0] * len(stack)
 
+    def memory(self) -> SpectralMemory:
+        """Return the memory of a matrix of which nothing is proved yet."""
+        return SpectralMemory()
+
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
         """Cap the singular values of all; report the largest.
 
@@ -89,33 +113,38 @@ class Spectral(MatrixSet):
         capped = self._cap(matrices, work, rooms=rooms)
         for matrix, cap, room in zip(matrices, capped, rooms, strict=True):
             keep_copy(matrix, cap.before, room)
-            if matrix.proved_copy is not None:
-                matrix.top_vectors = None
+            if matrix.memory.proved_copy is not None:
+                matrix.memory.top_vectors = None
+
         if len(matrices) == 1 and capped[0].method == "polynomial":
             self._prepare_deflation(matrices[0])
         return capped
 
     def _prepare_deflation(self, matrix: ConstrainedMatrix) -> None:
-        if matrix.top_vectors is None and can_deflate(matrix.value, self.size):
-            matrix.top_vectors = TopVectors(start_vectors(matrix.value))
+        memory: SpectralMemory = matrix.memory
+        if memory.top_vectors is None and can_deflate(matrix.value, self.size):
+            memory.top_vectors = TopVectors(start_vectors(matrix.value))
 
     def _deflate(self, matrix: ConstrainedMatrix) -> SpectralCap | None:
         """Clip by the vectors of the last steps; None if there are none, or no proof."""
-        top = matrix.top_vectors
+        memory: SpectralMemory = matrix.memory
+        top = memory.top_vectors
         if top is None or not can_deflate(matrix.value, self.size):
             return None
         if top.pause:
-            matrix.top_vectors = top._replace(pause=top.pause - 1)
+            memory.top_vectors = top._replace(pause=top.pause - 1)
             return None
+
         norm, vectors, lengths = deflate_(matrix.value, top.vectors, bound=self.size)
         if norm == math.inf:
             wait = min(2 * top.wait + 1, _LONGEST_WAIT)
-            matrix.top_vectors = TopVectors(vectors, pause=wait, wait=wait)
+            memory.top_vectors = TopVectors(vectors, pause=wait, wait=wait)
             return None
+
         # A weight that is well inside is left to the test without products.
-        matrix.top_vectors = TopVectors(vectors) if lengths[0] > _NEAR_BOUND else None
+        memory.top_vectors = TopVectors(vectors) if lengths[0] > _NEAR_BOUND else None
+        memory.proved_copy = None
         matrix.proved = norm
-        matrix.proved_copy = None
         return SpectralCap("inside" if norm <= self.size else "deflation", norm)
 
     def _cap(
