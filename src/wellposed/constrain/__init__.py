@@ -1,5 +1,6 @@
 """Constrains plain parameters (orthogonal, spectral norm, columns, logits) by optimizer hooks."""
 
+from wellposed.constrain import sets as sets
 from wellposed.constrain._attach import Set as Set
 from wellposed.constrain._attach import constrain_ as constrain_
 from wellposed.constrain._groups import MuonAndAdamW as MuonAndAdamW

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, say_moves
-from wellposed.constrain._columns import Columns
 from wellposed.constrain._handle import Constraint, handles_of
 from wellposed.constrain._logits import (
     Logits,
@@ -25,7 +24,6 @@ from wellposed.constrain._logits import (
 )
 from wellposed.constrain._logits_trial import held_logits
 from wellposed.constrain._matrix import ConstrainedMatrix
-from wellposed.constrain._orthogonal import Orthogonal
 from wellposed.constrain._plan import planned
 from wellposed.constrain._precision import half_warning
 from wellposed.constrain._report import ConstraintReport
@@ -40,10 +38,10 @@ from wellposed.constrain._select import (
     unwrap_model,
 )
 from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
-from wellposed.constrain._spectral import Spectral
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import behaviour_of, overwrites
 from wellposed.constrain._wholes import Wholes
+from wellposed.constrain.sets import Orthogonal
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.interrupts import run_all
 from wellposed.linalg import cut_of, is_sharded
@@ -53,10 +51,6 @@ from wellposed.roles import is_table, is_transposed, spans_of, split_path
 
 logger = logging.getLogger(__name__)
 
-# In the order in which messages list them.
-SETS.register("orthogonal")(Orthogonal)
-SETS.register("spectral")(Spectral)
-SETS.register("columns")(Columns)
 SETS.register("logits")(Logits)
 
 Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"] | str

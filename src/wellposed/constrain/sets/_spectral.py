@@ -9,10 +9,10 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from wellposed.constrain._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
-from wellposed.constrain._set import MatrixSet
+from wellposed.constrain._set import SETS, MatrixSet
+from wellposed.constrain.sets._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
 from wellposed.linalg import (
     Retraction,
     SpectralCap,
@@ -53,6 +53,7 @@ class SpectralMemory:
     """The matrix when it was last proved, if its steps leave it inside for a while."""
 
 
+@SETS.register("spectral")
 @dataclass(frozen=True)
 class Spectral(MatrixSet):
     """``|W|_2 <= size``, proved after each step."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from wellposed.constrain._select import WeightSlice
-from wellposed.constrain._set import MatrixSet
+from wellposed.constrain._set import SETS, MatrixSet
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Workspace
 
 
+@SETS.register("columns")
 @dataclass(frozen=True)
 class Columns(MatrixSet):
     """Columns of length ``size``; of an embedding, the vectors of its tokens."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wellposed.constrain._matrix import ConstrainedMatrix, copy_before
 from wellposed.constrain._select import WeightSlice
-from wellposed.constrain._set import TOLERANCES, MatrixSet
+from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
     Retraction,
@@ -31,6 +31,7 @@ from wellposed.linalg import (
 )
 
 
+@SETS.register("orthogonal")
 @dataclass(frozen=True)
 class Orthogonal(MatrixSet):
     """``W^T W = size^2 I``: project the gradient before the step, retract the matrix after it.
