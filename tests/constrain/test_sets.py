@@ -18,7 +18,13 @@ from tests.support.constrained import (
 from torch import nn
 
 import wellposed as wp
-from wellposed.constrain import MuonAndAdamW, constrain_
+from wellposed.constrain import (
+    SETS,
+    MatrixSet,
+    MuonAndAdamW,
+    NearestMatrices,
+    constrain_,
+)
 from wellposed.errors import ConfigError, ConvergenceError
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 7), (7, 1)]
@@ -210,3 +216,114 @@ def test_attaching_on_two_threads_does_what_one_does(to):
         torch.set_num_threads(threads)
     for one, two in zip(*results, strict=True):
         assert float((one - two).abs().max()) <= 1e-5
+
+
+PROJECTED = []
+"""Shapes of the stacks that `Rows` has projected."""
+
+
+@SETS.register("rows of a test")
+class Rows(MatrixSet):
+    """A set of another package: rows of length ``gain``, with its own tolerance, in one product a stack."""
+
+    options = frozenset({"gain"})
+
+    @classmethod
+    def for_weight(cls, size, weight_slice):
+        return cls(size, tolerance=1e-3)
+
+    @classmethod
+    def chosen(cls, weight_slice, options, *, is_table):
+        return cls.for_weight(options.gain or 1.0, weight_slice)
+
+    @classmethod
+    def refusal(cls, weight_slice, options, *, is_table):
+        return "a row of one entry has no direction" if weight_slice.shape[1] == 1 else None
+
+    @classmethod
+    def refusal_of_zeros(cls, zeros, options):
+        return "all zero" if zeros.count == zeros.columns else None
+
+    def error(self, matrix):
+        return float((matrix.double().norm(dim=-1) / self.size - 1.0).abs().max())
+
+    def spectral_error(self, matrix):
+        return 7.0
+
+    def nearest(self, matrix):
+        return (
+            self.nearest_stack(matrix[None]).matrices[0]
+            if matrix.ndim == 2
+            else self._scaled(matrix)
+        )
+
+    def nearest_stack(self, stack):
+        PROJECTED.append(tuple(stack.shape))
+        errors = [self.error(matrix) for matrix in stack]
+        inside = self._scaled(stack)
+        for index, error in enumerate(errors):
+            inside[index] = stack[index] if error <= self.tolerance else inside[index]
+        after = [self.error(matrix) for matrix in inside.to(stack.dtype)]
+        return NearestMatrices([self.size] * len(stack), errors, inside, after)
+
+    def _scaled(self, stack):
+        return self.size * stack.double() / stack.double().norm(dim=-1, keepdim=True)
+
+
+class TestASetOfAnotherPackage:
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+    def constrained(self, model, **options):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return optimizer, constrain_(
+            model, optimizer, where=nn.Linear, to="rows of a test", **options
+        )
+
+    def test_a_stack_is_projected_at_once(self):
+        PROJECTED.clear()
+        _, handle = self.constrained(self.model(), gain=2.0)
+        assert PROJECTED == [(3, 6, 6)]
+        assert {row.size for row in handle.report.rows} == {2.0}
+        assert all(row.error_before > 0.1 and row.error_after < 1e-6 for row in handle.report.rows)
+
+    def test_within_its_tolerance_a_weight_is_not_moved(self):
+        model = self.model()
+        lengths = torch.tensor([1.0 + 9e-4, 1.0 + 9e-4, 1.0 + 2e-3])
+        with torch.no_grad():
+            for layer, length in zip(model, lengths, strict=True):
+                layer.weight.copy_(nn.functional.normalize(layer.weight, dim=-1) * length)
+        _, handle = self.constrained(model)
+        moved = [row.moved_frobenius > 0.0 for row in handle.report.rows]
+        assert moved == [False, False, True]
+
+    def test_steps_end_in_the_set(self):
+        model = self.model()
+        optimizer, handle = self.constrained(model, gain=0.5)
+        for _ in range(3):
+            model(torch.randn(4, 6)).square().sum().backward()
+            optimizer.step()
+            for layer in model:
+                torch.testing.assert_close(layer.weight.norm(dim=-1), torch.full((6,), 0.5))
+        assert handle.error(norm="spectral").worst == 7.0
+
+    @pytest.mark.parametrize(
+        ("change", "options", "message"),
+        [
+            ("", {"bound": 2.0}, "to='rows of a test' has no bound"),
+            ("", {"embeddings": "fit"}, "to='rows of a test' has no embeddings"),
+            ("narrow", {}, "a row of one entry has no direction"),
+            ("zero", {}, "0.weight: all zero"),
+        ],
+    )
+    def test_it_refuses_by_its_own_words(self, change, options, message):
+        model = self.model()
+        if change == "narrow":
+            model.append(nn.Linear(1, 6))
+        if change == "zero":
+            nn.init.zeros_(model[0].weight)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises((ConfigError, wp.ShapeError), match=message):
+            self.constrained(model, **options)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

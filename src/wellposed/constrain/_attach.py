@@ -30,22 +30,20 @@ from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import (
     BY_HEAD,
     CONSTRAIN,
-    LAYERS,
     WeightSlice,
     Where,
     roles_or_error,
     select_weights,
     unwrap_model,
 )
-from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
+from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet, SetOptions, ZeroColumns
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import behaviour_of, overwrites
 from wellposed.constrain._wholes import Wholes
-from wellposed.constrain.sets import Orthogonal
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.interrupts import run_all
 from wellposed.linalg import cut_of, is_sharded
-from wellposed.options import Positive, fits, rms_radius
+from wellposed.options import Positive
 from wellposed.removed_names import removed_keywords
 from wellposed.roles import is_table, is_transposed, spans_of, split_path
 
@@ -56,8 +54,6 @@ SETS.register("logits")(Logits)
 Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"] | str
 """One of these, or a name registered in `SETS`."""
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
-
-_DEFAULT_ROLES = {"spectral": LAYERS, "logits": "query"}
 
 
 @removed_keywords(roles="where")
@@ -137,49 +133,52 @@ def constrain_(
     >>> handle.error().worst < 1e-5
     True
     """
-    foreign = {"gain": gain not in (None, 1.0), "embeddings": embeddings != "refuse"}
-    foreign |= {"per": per, "batched": batched} if to == "logits" else {}
-    size = _size(to, bound, foreign)
+    options = SetOptions(bound=bound, gain=gain, embeddings=embeddings)
+    matrix_set = _set_for(to, options, others={"per": per, "batched": batched})
     if to == "logits":
         check_not_compiled(model)
         per = "head"
-    is_default = to == "spectral" and where is None
-    where = _DEFAULT_ROLES.get(to) if where is None else where
+    is_default = to != "logits" and where is None and matrix_set.default_where is not None
+    where = matrix_set.default_where if where is None else where
     model = unwrap_model(model, "constrain_")
-    if gain is None:
-        gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
+    options = replace(options, is_pretrained=_is_pretrained(model))
     embedded = [module for module in model.modules() if is_table(module)]
     tables = {id(module.weight): module for module in embedded}
     verb = CONSTRAIN if per is None else BY_HEAD
     model_roles = roles_or_error(verb, model, batch)
     selected = select_weights(model, where, per=per, model_roles=model_roles, verb=verb)
-    if to not in ("orthogonal", "spectral", "logits") or isinstance(bound, str):
+    if matrix_set.reads_orientation(options):
         selected = [_oriented(weight_slice, tables) for weight_slice in selected]
     attention = attention_of(model_roles, selected) if to == "logits" else []
     if to == "logits":
         selected = [part.place for role in attention for part in head_rows(role)]
     slices = _merge_tied(model, selected)
-    tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
-    owners = _check(slices, _optimizers(optimizer), to, tall_tables)
+
+    def refusal(weight_slice: WeightSlice) -> str | None:
+        is_of_table = id(weight_slice.parameter) in tables
+        return matrix_set.refusal(weight_slice, options, is_table=is_of_table)
+
+    owners = _check(slices, _optimizers(optimizer), to, refusal)
     is_empty = dry_run and any(
         weight_slice.parameter.is_meta
         for weight_slice in slices
         if weight_slice.parameter is not None
     )
     if not is_empty:
-        _check_values(slices, to, needs_size=gain == "fit")
+        _check_values(slices, lambda zeros: matrix_set.refusal_of_zeros(zeros, options))
 
     weights: list[ConstrainedMatrix] = []
     for weight_slice, owner in zip(slices, owners, strict=True) if to != "logits" else ():
-        is_frame = embeddings == "fit" and id(weight_slice.parameter) in tables
-        radius = ("fit" if is_frame else gain) if to == "orthogonal" else size
-        chosen = _set_of(weight_slice, to, radius, is_rms=isinstance(bound, str), is_frame=is_frame)
+        is_of_table = id(weight_slice.parameter) in tables
+        chosen = matrix_set.chosen(weight_slice, options, is_table=is_of_table)
         weights.append(ConstrainedMatrix(weight_slice, owner, chosen))
     if to == "logits":
         owner_of = dict(
             zip((weight_slice.parameter for weight_slice in slices), owners, strict=True)
         )
-        weights += held_logits(attention, model, owner_of, size, batch)
+        largest = 100.0 if bound is None else bound
+        assert not isinstance(largest, str)  # refused above
+        weights += held_logits(attention, model, owner_of, largest, batch)
     handle = Constraint(model, weights, batched=batched)
     handle.check_decay(owners)
     return _begin(handle, to, model, is_default=is_default, is_empty=is_empty, dry_run=dry_run)
@@ -268,39 +267,23 @@ def _print_moves(summary: str, moved: Mapping[str, float]) -> None:
     sys.stdout.writelines([f"{summary}\n", *lines] if moved else [])
 
 
-def _set_of(
-    part: WeightSlice, to: Set, size: float | Literal["fit"], *, is_rms: bool, is_frame: bool
-) -> MatrixSet:
-    """Return the set of one matrix."""
-    assert part.parameter is not None  # _check raised for it
-    if size == "fit":
-        # The size is fitted at the start.
-        return Orthogonal(math.nan, TOLERANCES[part.parameter.dtype], is_steered=not is_frame)
-    rows, columns = part.shape
-    scaled = size * math.sqrt(rows / columns) if is_rms else size
-    return SETS.get(to)._of(scaled, part)
-
-
-def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> float:
-    """Return the size that a bound gives a set; refuse unknown sets, and options of other sets."""
-    SETS.get(to)
-    if to == "orthogonal":
-        foreign = {"bound": bound not in (None, 1.0)}
-    names = [name for name, is_given in foreign.items() if is_given]
-    if names:
+def _set_for(to: Set, options: SetOptions, others: Mapping[str, object]) -> type[MatrixSet]:
+    """Return the kind of set; refuse unknown ones, and options of others."""
+    matrix_set = SETS.get(to)
+    foreign = [name for name in options.changed() if name not in matrix_set.options]
+    foreign += [name for name, value in others.items() if value and to == "logits"]
+    if foreign:
         raise ConfigError(
-            f"constrain_: to={to!r} has no {', '.join(names)}; the size of the set is gain= for"
+            f"constrain_: to={to!r} has no {', '.join(foreign)}; the size of the set is gain= for"
             " to='orthogonal', else bound="
         )
-    if bound is None:
-        return 100.0 if to == "logits" else 1.0
-    size = rms_radius(bound) if isinstance(bound, str) and to == "spectral" else bound
-    if not isinstance(size, (int, float)) or not fits(size, Positive):
-        raise ConfigError(
-            f"constrain_: bound = {bound!r}, expected a finite number > 0, or such as 'rms:1' for"
-            " to='spectral'"
-        )
-    return size
+    if "bound" in matrix_set.options:
+        matrix_set.check_bound(options.bound)
+    return matrix_set
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "_name_or_path", ""))
 
 
 def _oriented(part: WeightSlice, tables: Mapping[int, nn.Embedding]) -> WeightSlice:
@@ -376,7 +359,7 @@ def _check(
     slices: Sequence[WeightSlice],
     optimizers: list[Optimizer],
     to: Set,
-    tall_tables: Mapping[int, nn.Embedding],
+    refusal: Callable[[WeightSlice], str | None],
 ) -> list[Optimizer]:
     """Return each weight's optimizer, or raise with every weight that cannot be constrained."""
     owners: dict[int, list[Optimizer]] = {}
@@ -387,10 +370,8 @@ def _check(
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     wrong: list[tuple[str, ConfigError | ShapeError]] = []
     for part in slices:
-        key = id(part.parameter)
-        holders = owners.get(key, [])
-        is_tall = key in tall_tables
-        problems = _problems(part, holders, kinds, is_tall_table=is_tall)
+        holders = owners.get(id(part.parameter), [])
+        problems = _problems(part, holders, kinds, refusal)
         wrong += [(part.label, problem) for problem in islice(problems, 1)]
     if wrong:
         wrong.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
@@ -400,7 +381,10 @@ def _check(
 
 
 def _problems(
-    part: WeightSlice, holders: list[Optimizer], kinds: str, *, is_tall_table: bool
+    part: WeightSlice,
+    holders: list[Optimizer],
+    kinds: str,
+    refusal: Callable[[WeightSlice], str | None],
 ) -> Iterator[ConfigError | ShapeError]:
     """Yield each reason why a weight cannot be constrained; a later one assumes the earlier."""
     parameter = part.parameter
@@ -418,7 +402,7 @@ def _problems(
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
         yield ConfigError("float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU")
-    yield from _problems_of_shape(part, tuple(parameter.shape), is_tall_table=is_tall_table)
+    yield from _problems_of_shape(part, tuple(parameter.shape), refusal)
     adapted = ", or name its adapter's factors, as in where='*.lora_A.*'"
     if not parameter.requires_grad:
         more = adapted if part.is_adapted else ""
@@ -441,7 +425,7 @@ def _problems(
 
 
 def _problems_of_shape(
-    part: WeightSlice, shape: tuple[int, ...], *, is_tall_table: bool
+    part: WeightSlice, shape: tuple[int, ...], refusal: Callable[[WeightSlice], str | None]
 ) -> Iterator[ShapeError]:
     if len(shape) != 2 + (part.expert is not None) or 0 in shape:
         stack = "; a pass over batch= shows experts in a stack" if len(shape) == 3 else ""
@@ -450,16 +434,14 @@ def _problems_of_shape(
             f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
             f" types{flat if '_flat_param' in part.name else stack}"
         )
-    if is_tall_table and shape[0] > shape[1]:
-        yield ShapeError(
-            f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
-            " can be orthonormal; give embeddings='fit' to keep its columns orthogonal, or use"
-            " wellposed.OrthogonalityPenalty(model, embedding=...) to pull its vectors towards"
-            " orthogonality"
-        )
+    why = refusal(part)
+    if why is not None:
+        yield ShapeError(why)
 
 
-def _check_values(slices: Sequence[WeightSlice], to: Set, *, needs_size: bool) -> None:
+def _check_values(
+    slices: Sequence[WeightSlice], refusal: Callable[[ZeroColumns], str | None]
+) -> None:
     """Refuse values without a nearest matrix in the set: not finite, zero columns, or all zero."""
     empty: list[str] = []
     broken: list[str] = []
@@ -480,10 +462,9 @@ def _check_values(slices: Sequence[WeightSlice], to: Set, *, needs_size: bool) -
         # A finite sum proves all entries finite, at a tenth of the cost.
         if not math.isfinite(total) and (bad := int((~value.isfinite()).sum())):
             broken.append(f"{part.label}: {bad} of {value.numel()} entries")
-        if to == "columns" and lost:
-            empty.append(f"{part.label}: {lost:.0f} zero columns, the first at {first:.0f}")
-        elif to == "orthogonal" and needs_size and lost == len(zeros):
-            empty.append(f"{part.label}: zero, as an adapter's last factor starts")
+        why = refusal(ZeroColumns(int(lost), first=int(first), columns=len(zeros)))
+        if why is not None:
+            empty.append(f"{part.label}: {why}")
     if broken:
         raise ConvergenceError(
             "constrain_: these weights contain NaN or infinity, so none in the set is nearest; load"

@@ -171,6 +171,8 @@ class Logits(MatrixSet):
 
     num_heads: int = 1
     decays = True
+    is_oriented = False
+    default_where = "query"
 
     def error(self, matrix: Tensor) -> float:
         """Return 0: only passes show logits, see `HeldAttention.error`."""
@@ -276,7 +278,7 @@ class HeldAttention(ConstrainedMatrix):
         """Return by what part the largest logit was above the bound before the last scaling."""
         del wholes
         if norm != "max":
-            return self.set._spectral_error(self.parameter)
+            return self.set.spectral_error(self.parameter)
         return max(0.0, float(self.peak) / self.set.size - 1.0)
 
     def stepped(self) -> list[Tensor]:

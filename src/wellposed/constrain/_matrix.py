@@ -151,7 +151,7 @@ class ConstrainedMatrix:
     def error(self, wholes: Wholes | None = None, *, norm: ErrorNorm = "max") -> float:
         """Measure how far the matrix, as stored, is from the set."""
         matrix = (wholes or Wholes()).of(self.parameter, self.place)
-        return self.set.error(matrix) if norm == "max" else self.set._spectral_error(matrix)
+        return self.set.error(matrix) if norm == "max" else self.set.spectral_error(matrix)
 
     def write_whole(self, result: Tensor) -> None:
         """Write the whole matrix; each process writes the part in its shard."""

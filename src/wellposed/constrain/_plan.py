@@ -88,7 +88,7 @@ def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> t
     layer.weight = nn.Parameter(noise.clone())
     part = WeightSlice("", "weight", layer, layer.weight, rows=range(rows) if is_part else None)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
-    made = replace(type(like)._of(1.0, part), is_steered=like.is_steered)
+    made = replace(type(like).for_weight(1.0, part), is_steered=like.is_steered)
     matrix = ConstrainedMatrix(part, optimizer, made)
     start_weights([matrix], dry_run=False)
     handle = Constraint(layer, [matrix], batched=True)

@@ -1,10 +1,10 @@
-"""`MatrixSet`: what a set of matrices has to say, and the registry of sets."""
+"""`MatrixSet`: the interface of a set of matrices, and the registry of sets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from wellposed.constrain._select import WeightSlice
 from wellposed.errors import ConfigError
 from wellposed.linalg import Retraction, Workspace, read, wide, write_matrices_
+from wellposed.options import Positive, fits
 from wellposed.registry import Registry
 
 # Reachable max |W^T W / g^2 - I| as stored. Rounding entries by a relative u moves entries of W^T W by
@@ -21,11 +22,57 @@ TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, to
 
 
 @dataclass(frozen=True)
+class SetOptions:
+    """The options of `constrain_` from which sets make their sizes."""
+
+    bound: float | str | None = None
+    gain: float | Literal["fit"] | None = None
+    embeddings: Literal["refuse", "fit"] = "refuse"
+    is_pretrained: bool = False
+    """Whether the model has trained weights, which ``gain`` fits by default."""
+
+    def changed(self) -> list[str]:
+        """Return the names of the options that are not as by default."""
+        is_changed = {
+            "bound": self.bound not in (None, 1.0),
+            "gain": self.gain not in (None, 1.0),
+            "embeddings": self.embeddings != "refuse",
+        }
+        return [name for name, changed in is_changed.items() if changed]
+
+
+@dataclass(frozen=True)
+class NearestMatrices:
+    """Result of `MatrixSet.nearest_stack`: an entry for each matrix of the stack."""
+
+    sizes: list[float]
+    """The sizes of the sets, fitted if they were NaN."""
+    before: list[float]
+    """The errors of the matrices."""
+    matrices: Tensor
+    """The nearest in the set, in float64 or the stored dtype."""
+    after: list[float]
+    """The errors of `matrices` in the stored dtype."""
+
+
+@dataclass(frozen=True)
+class ZeroColumns:
+    """Count of the columns of a weight that are zero, a padding vector left out."""
+
+    count: int
+    first: int
+    """The first of them."""
+    columns: int
+    """All columns."""
+
+
+@dataclass(frozen=True)
 class MatrixSet:
     """A set of matrices: how to measure, project, prepare a step and retract after it.
 
     Matrices of one shape with equal sets are worked on together. To add a set, subclass this and
-    register it in `SETS`; `error` and `nearest` are enough.
+    register it in `SETS`; `error` and `nearest` are enough. `for_weight` sets the tolerance, and
+    `nearest_stack` may project a stack in one product.
     """
 
     size: float
@@ -40,21 +87,63 @@ class MatrixSet:
     """Whether half weights are kept in float32; else steps below their spacing are lost."""
     stacked: ClassVar[int] = 2**14
     """Entries up to which stacking is faster on a CPU."""
-
-    @classmethod
-    def _of(cls, size: float, part: WeightSlice) -> Self:
-        """Return the set of this size for one weight."""
-        assert part.parameter is not None
-        return cls(size, TOLERANCES[part.parameter.dtype])
-
     is_oriented: ClassVar[bool] = True
     """Whether a matrix and its transpose are in different sets, so not in one batch."""
+    options: ClassVar[frozenset[str]] = frozenset({"bound"})
+    """Options of `constrain_` that the set reads; others are refused."""
+    default_where: ClassVar[str | None] = None
+    """The choice of weights if ``where`` is left out; None if it has to be given."""
+
+    # Choosing the set of a weight.
+
+    @classmethod
+    def check_bound(cls, bound: float | str | None) -> None:
+        """Raise `ConfigError` for a bound that no size of the set has."""
+        if bound is not None and not _is_length(bound):
+            raise ConfigError(
+                f"constrain_: bound = {bound!r}, expected a finite number > 0, or such as 'rms:1'"
+                " for to='spectral'"
+            )
+
+    @classmethod
+    def reads_orientation(cls, options: SetOptions) -> bool:
+        """Whether weights must be read as (out, in), as their layers apply them."""
+        del options
+        return cls.is_oriented
+
+    @classmethod
+    def refusal(
+        cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool
+    ) -> str | None:
+        """Return why no weight of this shape is in the set, or None."""
+        del weight_slice, options, is_table
+
+    @classmethod
+    def refusal_of_zeros(cls, zeros: ZeroColumns, options: SetOptions) -> str | None:
+        """Return why a weight with these zero columns has no nearest matrix in the set, or None."""
+        del zeros, options
+
+    @classmethod
+    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> Self:
+        """Return the set that the options give one weight."""
+        del is_table
+        size = 1.0 if options.bound is None else options.bound
+        assert not isinstance(size, str)  # `check_bound` raised for it
+        return cls.for_weight(size, weight_slice)
+
+    @classmethod
+    def for_weight(cls, size: float, weight_slice: WeightSlice) -> Self:
+        """Return the set of this size, with the tolerance of the dtype of one weight."""
+        assert weight_slice.parameter is not None
+        return cls(size, TOLERANCES[weight_slice.parameter.dtype])
+
+    # Measuring and projecting matrices.
 
     def error(self, matrix: Tensor) -> float:
         """Measure how far a matrix is from the set."""
         raise NotImplementedError
 
-    def _spectral_error(self, matrix: Tensor) -> float:
+    def spectral_error(self, matrix: Tensor) -> float:
         """Measure by singular values how far a matrix is from the set; refused by most sets."""
         del matrix
         raise ConfigError(
@@ -69,15 +158,17 @@ class MatrixSet:
         """
         raise NotImplementedError
 
-    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Return sizes, errors, nearest matrices (as `nearest`), and their errors as stored."""
+    def nearest_stack(self, stack: Tensor) -> NearestMatrices:
+        """Return the nearest matrices, and errors before and after; those in the set stay."""
         before = [self.error(matrix) for matrix in stack]
         inside = wide(stack).clone()
         for index, error in enumerate(before):
             if not error <= self.tolerance:
                 inside[index] = self.nearest(stack[index])
         after = [self.error(matrix) for matrix in inside.to(stack.dtype)]
-        return [self.size] * len(stack), before, inside, after
+        return NearestMatrices([self.size] * len(stack), before, inside, after)
+
+    # Steps.
 
     def memory(self) -> Any:
         """Return fresh state of one matrix, if the set keeps any from one step to the next."""
@@ -97,14 +188,18 @@ class MatrixSet:
                 matrix.value.add_(matrix.before)
                 matrix.is_displaced = False
         stack = read(values[0]) if len(values) == 1 else torch.stack(values)
-        inside = self._nearest_late(stack, work)
+        inside = self.nearest_late(stack, work)
         work.write(lambda: write_matrices_(values, inside))
         return Retraction("nearest")
 
-    def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
+    def nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
         """Do as `nearest`, but checks may wait for the end of the step."""
         del work
         return self.nearest(matrix)
+
+
+def _is_length(bound: float | str) -> bool:
+    return isinstance(bound, (int, float)) and fits(bound, Positive)
 
 
 SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")

@@ -73,24 +73,34 @@ def _start(
 ) -> list[ConstrainedWeight]:
     wholes = Wholes()
     stack = torch.stack([wholes.of(weight.parameter, weight.place) for weight in chunk])
-    sizes, before, inside, after = chunk[0].set._nearest_of(stack)
+    nearest = chunk[0].set.nearest_stack(stack)
+    inside = nearest.matrices
     length = torch.linalg.matrix_norm(stack, dtype=inside.dtype)
     change = torch.linalg.matrix_norm(inside - stack) / length
     moved = change.nan_to_num(nan=0.0, posinf=math.inf).tolist()  # nan: a zero matrix in its set
+
     rows: list[ConstrainedWeight] = []
     for index, weight in enumerate(chunk):
         is_moved = moved[index] > 0.0
-        if sizes[index] != weight.set.size:
-            weight.set = replace(weight.set, size=sizes[index])
+        if nearest.sizes[index] != weight.set.size:
+            weight.set = replace(weight.set, size=nearest.sizes[index])
         if is_moved and not dry_run:
             if undos is not None:
                 undos.append(partial(_put_back, weight, weight.value.clone()))
             weight.write_whole(inside[index])
         if weight.is_half and not dry_run:
             weight.adopt_master(inside[index] if is_moved else weight.saved_master())
-        shape = stack.shape[1], stack.shape[2]
-        numbers = sizes[index], moved[index], before[index], after[index]
-        rows.append(ConstrainedWeight(weight.path, shape, *numbers, weight.place.also))
+
+        row = ConstrainedWeight(
+            weight.path,
+            shape=(stack.shape[1], stack.shape[2]),
+            size=nearest.sizes[index],
+            moved_frobenius=moved[index],
+            error_before=nearest.before[index],
+            error_after=nearest.after[index],
+            also=weight.place.also,
+        )
+        rows.append(row)
     return rows
 
 

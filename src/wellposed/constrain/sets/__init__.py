@@ -3,4 +3,3 @@
 from wellposed.constrain.sets import _columns as _columns
 from wellposed.constrain.sets import _orthogonal as _orthogonal
 from wellposed.constrain.sets import _spectral as _spectral
-from wellposed.constrain.sets._orthogonal import Orthogonal as Orthogonal

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wellposed.constrain._select import WeightSlice
-from wellposed.constrain._set import SETS, MatrixSet
+from wellposed.constrain._set import SETS, MatrixSet, SetOptions, ZeroColumns
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Workspace
 
@@ -23,12 +23,20 @@ class Columns(MatrixSet):
     """The column of a padding vector, which may be zero."""
 
     @classmethod
-    def _of(cls, size: float, part: WeightSlice) -> Self:
+    def refusal_of_zeros(cls, zeros: ZeroColumns, options: SetOptions) -> str | None:
+        """Refuse zero columns: they have no direction."""
+        del options
+        if zeros.count:
+            return f"{zeros.count} zero columns, the first at {zeros.first}"
+        return None
+
+    @classmethod
+    def for_weight(cls, size: float, weight_slice: WeightSlice) -> Self:
         """Tolerate the rounding of entries, and of the sum of squares that measures them."""
-        assert part.parameter is not None
+        assert weight_slice.parameter is not None
         double = torch.finfo(torch.float64).eps
-        units = 2.0 * torch.finfo(part.parameter.dtype).eps + part.shape[0] * double
-        return cls(size, units, padding=part.padding)
+        units = 2.0 * torch.finfo(weight_slice.parameter.dtype).eps
+        return cls(size, units + weight_slice.shape[0] * double, padding=weight_slice.padding)
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max_j | |W e_j| / size - 1 |``; a padding vector may be zero."""
@@ -36,9 +44,10 @@ class Columns(MatrixSet):
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Divide each column of each matrix by its length."""
-        return self._nearest_late(matrix, Workspace())
+        return self.nearest_late(matrix, Workspace())
 
-    def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
+    def nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
+        """Do as `nearest`; zero columns are refused at the end of the step."""
         lengths = self._lengths(matrix)
         has_none = ~(torch.isfinite(lengths) & (lengths > 0.0))
         if work.bounds("none", has_none.sum(), guess=(0.0,))[0] > 0.0:

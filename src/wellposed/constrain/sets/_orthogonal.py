@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from wellposed.constrain._matrix import ConstrainedMatrix, copy_before
 from wellposed.constrain._select import WeightSlice
-from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
+from wellposed.constrain._set import (
+    SETS,
+    TOLERANCES,
+    MatrixSet,
+    NearestMatrices,
+    SetOptions,
+    ZeroColumns,
+)
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
     Retraction,
@@ -42,26 +49,59 @@ class Orthogonal(MatrixSet):
 
     keeps_master = True
     is_oriented = False
+    options = frozenset({"gain", "embeddings"})
 
     @classmethod
-    def _of(cls, size: float, part: WeightSlice) -> Self:
+    def refusal(
+        cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool
+    ) -> str | None:
+        """Refuse tables of more vectors than dimensions, unless ``embeddings`` chose their columns."""
+        if options.embeddings == "fit" or not is_table or weight_slice.parameter is None:
+            return None
+        count, dimensions = weight_slice.parameter.shape
+        if count <= dimensions:
+            return None
+        return (
+            f"an embedding of {count} vectors in {dimensions} dimensions, and at most {dimensions}"
+            " can be orthonormal; give embeddings='fit' to keep its columns orthogonal, or use"
+            " wellposed.OrthogonalityPenalty(model, embedding=...) to pull its vectors towards"
+            " orthogonality"
+        )
+
+    @classmethod
+    def refusal_of_zeros(cls, zeros: ZeroColumns, options: SetOptions) -> str | None:
+        """Refuse to fit the size to a zero matrix."""
+        if _gain(options) == "fit" and zeros.count == zeros.columns:
+            return "zero, as an adapter's last factor starts"
+        return None
+
+    @classmethod
+    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> Self:
+        """Return the set of size ``gain``; NaN is a size that is fitted at the start."""
+        is_frame = is_table and options.embeddings == "fit"
+        gain = _gain(options)
+        size = math.nan if is_frame or gain == "fit" else gain
+        return replace(cls.for_weight(size, weight_slice), is_steered=not is_frame)
+
+    @classmethod
+    def for_weight(cls, size: float, weight_slice: WeightSlice) -> Self:
         """Return a set with steered steps."""
-        return replace(super()._of(size, part), is_steered=True)
+        return replace(super().for_weight(size, weight_slice), is_steered=True)
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max |W^T W / size^2 - I|``, in float64."""
         return float(isometry_error(matrix, gain=self.size))
 
-    def _spectral_error(self, matrix: Tensor) -> float:
+    def spectral_error(self, matrix: Tensor) -> float:
         """Measure the largest ``|sigma / size - 1|``, in float64."""
         return float(isometry_error(matrix, gain=self.size, norm="spectral"))
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Scale the polar factor; a zero padding vector of an embedding stays zero."""
-        return self._nearest_of(matrix[None])[2][0]
+        return self.nearest_stack(matrix[None]).matrices[0]
 
-    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Do as the base class in one product; a size of NaN becomes the mean singular value."""
+    def nearest_stack(self, stack: Tensor) -> NearestMatrices:
+        """Take the polar factors in one product; a size of NaN becomes the mean singular value."""
         point = tall(wide(stack.clone()))
         gram = gram_of(point)
         factors = None
@@ -87,7 +127,7 @@ class Orthogonal(MatrixSet):
         if not self.is_steered and stack.shape[-2] > stack.shape[-1]:
             inside.mul_(stack.ne(0).any(dim=-1, keepdim=True))
         after = isometry_error(inside.to(stack.dtype), gain=gains)
-        return sizes, before, inside, after.tolist()
+        return NearestMatrices(sizes, before, inside, after.tolist())
 
     def state(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> None:
         """Put gradients into tangent spaces, and those of square matrices into Lie coordinates."""
@@ -150,3 +190,10 @@ class Orthogonal(MatrixSet):
             taken = retract_(moved if point is None else moved.add_(point), **options)
         work.write(lambda: first.store(values, moved))
         return taken
+
+
+def _gain(options: SetOptions) -> float | Literal["fit"]:
+    """Return the gain; by default it is fitted to trained weights, and else 1."""
+    if options.gain is None:
+        return "fit" if options.is_pretrained else 1.0
+    return options.gain

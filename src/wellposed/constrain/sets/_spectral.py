@@ -10,8 +10,8 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from wellposed.constrain._matrix import ConstrainedMatrix
-from wellposed.constrain._select import WeightSlice
-from wellposed.constrain._set import SETS, MatrixSet
+from wellposed.constrain._select import LAYERS, WeightSlice
+from wellposed.constrain._set import SETS, MatrixSet, NearestMatrices, SetOptions
 from wellposed.constrain.sets._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
 from wellposed.linalg import (
     Retraction,
@@ -26,6 +26,7 @@ from wellposed.linalg import (
     start_vectors,
     write_,
 )
+from wellposed.options import rms_radius
 
 # Steps without a try at deflation after tries that failed, at most.
 _LONGEST_WAIT = 32
@@ -61,31 +62,53 @@ class Spectral(MatrixSet):
     decays = True
     is_oriented = False
     stacked = 2**16
+    default_where = LAYERS
 
     @classmethod
-    def _of(cls, size: float, part: WeightSlice) -> Self:
+    def check_bound(cls, bound: float | str | None) -> None:
+        """Allow also ``"rms:X"``."""
+        is_rms = isinstance(bound, str) and rms_radius(bound) is not None
+        super().check_bound(None if is_rms else bound)
+
+    @classmethod
+    def reads_orientation(cls, options: SetOptions) -> bool:
+        """A norm by root mean squares depends on which side is the output."""
+        return isinstance(options.bound, str)
+
+    @classmethod
+    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> Self:
+        """Scale a bound ``"rms:X"`` with the shape of the weight."""
+        if not isinstance(options.bound, str):
+            return super().chosen(weight_slice, options, is_table=is_table)
+        radius = rms_radius(options.bound)
+        assert radius is not None  # `check_bound` raised for it
+        rows, columns = weight_slice.shape
+        return cls.for_weight(radius * math.sqrt(rows / columns), weight_slice)
+
+    @classmethod
+    def for_weight(cls, size: float, weight_slice: WeightSlice) -> Self:
         """Return a set without tolerance: its bound is proved."""
-        del part
+        del weight_slice
         return cls(size)
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max(0, |W|_2 / size - 1)`` with the certified norm."""
         return max(0.0, float(certified_spectral_norm(matrix)) / self.size - 1.0)
 
-    def _spectral_error(self, matrix: Tensor) -> float:
+    def spectral_error(self, matrix: Tensor) -> float:
         """Return `error`, which is by singular values."""
         return self.error(matrix)
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Cap the singular values."""
-        return self._nearest_of(matrix[None])[2][0]
+        return self.nearest_stack(matrix[None]).matrices[0]
 
-    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Do as the base class; the proof as stored leaves no error."""
+    def nearest_stack(self, stack: Tensor) -> NearestMatrices:
+        """Cap the singular values of all; the proof as stored leaves no error."""
         inside = stack.clone()
         caps = cap_spectral_norms_(list(inside.unbind()), bound=self.size, nearest=True)
         before = [max(0.0, cap.before / self.size - 1.0) for cap in caps]
-        return [self.size] * len(stack), before, inside, [0.0] * len(stack)
+        return NearestMatrices([self.size] * len(stack), before, inside, [0.0] * len(stack))
 
     def memory(self) -> SpectralMemory:
         """Return the memory of a matrix of which nothing is proved yet."""
