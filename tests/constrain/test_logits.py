@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.constrained import descend, goes_on_bit_for_bit
-from tests.support.many_families import FAMILIES, batch_of, model
+from tests.support.many_families import FAMILIES, GROUPED, batch_of, model
 from tests.support.one_mesh import one_mesh
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,8 +26,8 @@ from wellposed.hooks import ScaledDotProductCall, largest_logits
 from wellposed.models import build_model
 
 KINDS = {
-    "llama": model("Llama", "GROUPED"),
-    "gpt2": model("GPT2", "vocab_size=40", "n_embd=32", "n_layer=2", "n_head=4"),
+    "llama": model("Llama", GROUPED),
+    "gpt2": model("GPT2", vocab_size=40, n_embd=32, n_layer=2, n_head=4),
     "torch": lambda: nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True),
     **{
         name: FAMILIES[name]
@@ -270,8 +270,8 @@ class Launches(TorchDispatchMode):
 
 def one_step(mode, layers=2, bound=None):
     """Take the second step of a training inside a mode, with logits that are held if a bound is given."""
-    sizes = ("vocab_size=40", "n_embd=32", f"n_layer={layers}", "n_head=4")
-    built = model("GPT2", *sizes)().eval()  # without dropout
+    sizes = dict(vocab_size=40, n_embd=32, n_layer=layers, n_head=4)
+    built = model("GPT2", **sizes)().eval()  # without dropout
     optimizer = torch.optim.SGD(built.parameters(), lr=1e-2, foreach=True)
     handle = None if bound is None else constrain_(built, optimizer, to="logits", bound=bound)
     ids = torch.arange(60).view(2, 30) % 40

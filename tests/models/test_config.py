@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tests.support.tiny import IDS, MASK, SIZES, options, tiny
+from tests.support.tiny import IDS, MASK, SIZES, tiny
 from tests.support.words import words
 
 from wellposed import models
@@ -15,14 +15,38 @@ from wellposed.errors import ConfigError
 from wellposed.nn import ATTENTIONS, CosineSelfAttention, L2SelfAttention
 
 # If a value does not show in the logits of a fresh model, the test below checks it otherwise.
-CHANGES = words(
-    "vocab_size=14 max_position_embeddings=11 hidden_size=24 num_hidden_layers=3 num_hidden_layers=0"
-    " num_attention_heads=2 intermediate_size=20 activation=relu attention=other-for-this-test"
-    " attention=ball feedforward=maxmin norm=pre norm=none norm=dyt residual=rezero residual=convex"
-    " residual=budget unit_embeddings=True ball_embeddings=True qk_norm=True position=sinusoidal scale_embeddings=False"
-    " dropout=0.5 attention_dropout=0.5 init=other-for-this-test pooling=first pooling=max"
-    " is_causal=True layer_norm_eps=0.5 num_labels=7"
-)
+CHANGES = [
+    dict(vocab_size=14),
+    dict(max_position_embeddings=11),
+    dict(hidden_size=24),
+    dict(num_hidden_layers=3),
+    dict(num_hidden_layers=0),
+    dict(num_attention_heads=2),
+    dict(intermediate_size=20),
+    dict(activation="relu"),
+    dict(attention="other-for-this-test"),
+    dict(attention="ball"),
+    dict(feedforward="maxmin"),
+    dict(norm="pre"),
+    dict(norm="none"),
+    dict(norm="dyt"),
+    dict(residual="rezero"),
+    dict(residual="convex"),
+    dict(residual="budget"),
+    dict(unit_embeddings=True),
+    dict(ball_embeddings=True),
+    dict(qk_norm=True),
+    dict(position="sinusoidal"),
+    dict(scale_embeddings=False),
+    dict(dropout=0.5),
+    dict(attention_dropout=0.5),
+    dict(init="other-for-this-test"),
+    dict(pooling="first"),
+    dict(pooling="max"),
+    dict(is_causal=True),
+    dict(layer_norm_eps=0.5),
+    dict(num_labels=7),
+]
 
 
 def double_(module, config):
@@ -49,7 +73,7 @@ def classify(**changes):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_option_changes_the_result(change):
-    plain, changed = classify(), classify(**options(change))
+    plain, changed = classify(), classify(**change)
     assert plain.shape != changed.shape or (plain - changed).abs().max() > 1e-4
 
 
@@ -61,15 +85,15 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         " contractive_bound ball_temperature ball_max_temperature budget"  # l2_options, certification
     )
     hinted = set(models.WellposedConfig.hints()) - {"window_for_this_test"}
-    changed = {change.split("=")[0] for change in CHANGES}
+    changed = {name for change in CHANGES for name in change}
     assert hinted == (changed - {"num_labels"}) | {*elsewhere}
 
 
 def test_all_bad_values_are_in_one_message():
     with pytest.raises(ConfigError) as caught:
         models.WellposedConfig(
-            **options("hidden_size=10 num_attention_heads=3 vocab_size=0 dropout=1.0 norm=per"),
-            **options("layer_norm_eps=0.0 hiden_size=3"),
+            **dict(hidden_size=10, num_attention_heads=3, vocab_size=0, dropout=1.0, norm="per"),
+            **dict(layer_norm_eps=0.0, hiden_size=3),
         )
     assert "6 values are not usable" in str(caught.value)
     assert "hiden_size: unknown key; nearest: hidden_size" in str(caught.value)
@@ -82,33 +106,36 @@ def test_all_bad_values_are_in_one_message():
 
 UNREAD = "= 0.5, which only"
 BAD = [
-    ("num_hidden_layers=-1", "num_hidden_layers = -1, expected an integer >= 0"),
+    (dict(num_hidden_layers=-1), "num_hidden_layers = -1, expected an integer >= 0"),
     (
-        "num_hidden_layers=100000000",
+        dict(num_hidden_layers=100000000),
         "num_hidden_layers = 100000000, expected an integer >= 0 and <",
     ),
-    ("num_labels=100000000", "num_labels = 100000000, expected an integer >= 1 and <"),
-    ("num_labels=0", "num_labels = 0"),
-    ("num_attention_heads=True", "num_attention_heads = True"),
-    ("pad_token_id=13 vocab_size=13", "= 13, expected a token in [0, 13)"),
-    ("eos_token_id=[1,99] vocab_size=13", "eos_token_id = 99"),
-    ("qk_norm=True hidden_size=3 num_attention_heads=3", "heads of dimension 1"),
-    ("pooling=None", "unknown pooling None"),
-    ("lipschitz_norm=fro", "= 'fro', expected 'tok', 'inf' or '2'"),
-    ("contractive=0.5", f"contractive {UNREAD} attention 'l2_contractive' reads; leave it None"),
-    ("contractive=0.5 attention=l2_tied", f"contractive {UNREAD}"),
-    ("lipschitz_norm=inf attention=l2", "lipschitz_norm = 'inf'"),
-    ("query_width=2", "= 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'"),
-    ("cosine_eps=0.5 attention=l2_tied", f"{UNREAD} attention 'cosine' reads; leave it"),
-    ("l2_init_scale=0.5 attention=l2", f"l2_init_scale {UNREAD} init 'kim2021' reads"),
-    ("l2_init_scale=0.5 init=kim2021", f"l2_init_scale {UNREAD} attention 'l2' or"),
+    (dict(num_labels=100000000), "num_labels = 100000000, expected an integer >= 1 and <"),
+    (dict(num_labels=0), "num_labels = 0"),
+    (dict(num_attention_heads=True), "num_attention_heads = True"),
+    (dict(pad_token_id=13, vocab_size=13), "= 13, expected a token in [0, 13)"),
+    (dict(eos_token_id=[1, 99], vocab_size=13), "eos_token_id = 99"),
+    (dict(qk_norm=True, hidden_size=3, num_attention_heads=3), "heads of dimension 1"),
+    (dict(pooling=None), "unknown pooling None"),
+    (dict(lipschitz_norm="fro"), "= 'fro', expected 'tok', 'inf' or '2'"),
+    (
+        dict(contractive=0.5),
+        f"contractive {UNREAD} attention 'l2_contractive' reads; leave it None",
+    ),
+    (dict(contractive=0.5, attention="l2_tied"), f"contractive {UNREAD}"),
+    (dict(lipschitz_norm="inf", attention="l2"), "lipschitz_norm = 'inf'"),
+    (dict(query_width=2), "= 2, which only attention 'l2' or 'l2_tied' or 'l2_contractive'"),
+    (dict(cosine_eps=0.5, attention="l2_tied"), f"{UNREAD} attention 'cosine' reads; leave it"),
+    (dict(l2_init_scale=0.5, attention="l2"), f"l2_init_scale {UNREAD} init 'kim2021' reads"),
+    (dict(l2_init_scale=0.5, init="kim2021"), f"l2_init_scale {UNREAD} attention 'l2' or"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "part"), BAD)
 def test_a_bad_value_is_named(changes, part):
     with pytest.raises(ConfigError, match=re.escape(part)):
-        models.WellposedConfig(**options(changes))
+        models.WellposedConfig(**changes)
 
 
 def test_a_value_spoilt_later_is_found_when_the_model_is_built():
@@ -179,8 +206,8 @@ def test_kernels_that_would_be_ignored_are_refused(name):
         models.WellposedForCausalLM(models.WellposedConfig(attn_implementation=name, **SIZES))
 
 
-L2_SIZES = options(
-    "hidden_size=16 num_attention_heads=2 num_hidden_layers=1 max_position_embeddings=12"
+L2_SIZES = dict(
+    hidden_size=16, num_attention_heads=2, num_hidden_layers=1, max_position_embeddings=12
 )
 
 

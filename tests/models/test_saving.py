@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tests.support.close import within
-from tests.support.tiny import SIZES, options, tiny
+from tests.support.tiny import SIZES, tiny
 from tests.support.transject import IDS, MASK, SETTINGS, awake
 from transformers import (
     AutoModel,
@@ -37,7 +37,7 @@ from wellposed.models import (
 )
 from wellposed.nn import ATTENTIONS
 
-RICH = options("norm=pre residual=rezero qk_norm=True activation=relu pooling=max")
+RICH = dict(norm="pre", residual="rezero", qk_norm=True, activation="relu", pooling="max")
 AUTO = {
     "encoder": AutoModel,
     "causal_lm": AutoModelForCausalLM,
@@ -46,14 +46,14 @@ AUTO = {
     "sequence_classification": AutoModelForSequenceClassification,
     "sequence_pair_classification": AutoModelForSequencePairClassification,
 }
-TRANSJECT = options("vocab_size=13 max_position_embeddings=12 hidden_size=16 num_hidden_layers=3")
+TRANSJECT = dict(vocab_size=13, max_position_embeddings=12, hidden_size=16, num_hidden_layers=3)
 KINDS = [kind for kind in AUTO if kind != "encoder"]
 ROWS = [
     *(("wellposed", kind, RICH) for kind in KINDS),
-    *(("wellposed", "causal_lm", options(f"attention={name}")) for name in ATTENTIONS.names()),
-    ("wellposed", "causal_lm", options("norm=dyt dyt_alpha=0.3")),
+    *(("wellposed", "causal_lm", dict(attention=name)) for name in ATTENTIONS.names()),
+    ("wellposed", "causal_lm", dict(norm="dyt", dyt_alpha=0.3)),
     ("wellposed", "causal_lm", {"tie_word_embeddings": False, "position": "sinusoidal"}),
-    ("wellposed", "causal_lm", options("attention=l2_contractive contractive=0.4 query_width=2")),
+    ("wellposed", "causal_lm", dict(attention="l2_contractive", contractive=0.4, query_width=2)),
     *(("transject", kind, settings) for kind in AUTO for settings in SETTINGS[1:]),
 ]
 
@@ -134,17 +134,17 @@ CHANGED_IDS = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_s
 
 
 def gpt2():
-    sizes = options("n_layer=2 n_embd=16 n_head=2 vocab_size=40 bos_token_id=0 eos_token_id=0")
+    sizes = dict(n_layer=2, n_embd=16, n_head=2, vocab_size=40, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(GPT2Config(**sizes))
 
 
 def bert():
-    sizes = options("hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=32")
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     return transformers.BertForSequenceClassification(BertConfig(vocab_size=40, **sizes))
 
 
 def t5():
-    sizes = options("d_model=16 d_kv=8 d_ff=32 num_layers=2 num_heads=2 decoder_start_token_id=0")
+    sizes = dict(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=40, **sizes))
 
 

@@ -4,9 +4,7 @@ are kept, and the way back."""
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.tiny import options
 from tests.support.transject import CONFIG, IDS, MASK, SETTINGS, SIZES, awake, blocks, slow_stack
-from tests.support.words import words
 from torch import nn
 from torch.testing import assert_close
 
@@ -97,8 +95,8 @@ def test_sines_go_on_beyond_the_positions_and_a_table_does_not():
 
 
 def test_what_transject_has_not_is_named_with_what_to_set_instead():
-    unusable = options("hidden_size=15 spectrum=gran num_attention_heads=4 intermediate_size=64")
-    unusable |= options("num_hidden_layers=100000000 num_labels=100000000")
+    unusable = dict(hidden_size=15, spectrum="gran", num_attention_heads=4, intermediate_size=64)
+    unusable |= dict(num_hidden_layers=100000000, num_labels=100000000)
     with pytest.raises(ConfigError) as caught:
         TransJectConfig(**unusable)
     assert "TransJectConfig: 6 values are not usable" in str(caught.value)
@@ -117,11 +115,20 @@ def test_what_transject_has_not_is_named_with_what_to_set_instead():
 
 @pytest.mark.parametrize(
     "change",
-    words(
-        "spectrum=random spectrum_norm=trace spectrum_eps=10.0 gating=normalized residual=sigmoid"
-        " position=learned pooling=max pooling=first dropout=0.5 is_causal=True num_experts=3"
-        " num_hidden_layers=4"
-    ),
+    [
+        dict(spectrum="random"),
+        dict(spectrum_norm="trace"),
+        dict(spectrum_eps=10.0),
+        dict(gating="normalized"),
+        dict(residual="sigmoid"),
+        dict(position="learned"),
+        dict(pooling="max"),
+        dict(pooling="first"),
+        dict(dropout=0.5),
+        dict(is_causal=True),
+        dict(num_experts=3),
+        dict(num_hidden_layers=4),
+    ],
 )
 def test_every_option_changes_the_logits(change):
     def logits(config):
@@ -132,7 +139,7 @@ def test_every_option_changes_the_logits(change):
         torch.manual_seed(12)
         return model.train()(input_ids=IDS).logits.detach()
 
-    changed = logits(TransJectConfig(**{**SIZES, "num_experts": 2, **options(change)}))
+    changed = logits(TransJectConfig(**{**SIZES, "num_experts": 2, **change}))
     assert float((changed - logits(CONFIG)).abs().max()) > 1e-6
 
 
@@ -153,7 +160,7 @@ def test_generation_with_a_cache_is_that_without(settings, search):
 
 def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended():
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
-    cfg = options("do_sample=False max_new_tokens=3 min_new_tokens=3 return_dict_in_generate=True")
+    cfg = dict(do_sample=False, max_new_tokens=3, min_new_tokens=3, return_dict_in_generate=True)
     first = model.generate(IDS[:1], **cfg)
     prompt = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
     again = model.generate(prompt, past_key_values=first.past_key_values, **cfg)

@@ -6,8 +6,6 @@ import pytest
 import torch
 from tests.support.close import within
 from tests.support.layers import allowed_by_loop, built, draw
-from tests.support.tiny import options
-from tests.support.words import words
 
 from wellposed import nn as wn
 
@@ -106,24 +104,31 @@ def reference(layer, x, memory, allowed):
 
 
 SELF = [
-    (wn.InverseDAttention, ""),
-    *((wn.DotProductAttention, settings) for settings in ("", "qk_norm=True", "bias=False")),
-    *((wn.CosineSelfAttention, settings) for settings in ("", "eps=1.0", "tau=0.5 nu=2.0", "bias=False")),
-    *((wn.BallAttention, settings) for settings in words(
-        "temperature=0.5 max_temperature=3.0 unit_lipschitz=False bias=True"
-    )),
-    *((wn.L2SelfAttention, settings) for settings in (
-        "", *words("tied=False query_width=2 bias=False"),
-        "query_width=2 tied=False",
-    )),
-]  # fmt: skip
+    (wn.InverseDAttention, {}),
+    (wn.DotProductAttention, {}),
+    (wn.DotProductAttention, dict(qk_norm=True)),
+    (wn.DotProductAttention, dict(bias=False)),
+    (wn.CosineSelfAttention, {}),
+    (wn.CosineSelfAttention, dict(eps=1.0)),
+    (wn.CosineSelfAttention, dict(tau=0.5, nu=2.0)),
+    (wn.CosineSelfAttention, dict(bias=False)),
+    (wn.BallAttention, dict(temperature=0.5)),
+    (wn.BallAttention, dict(max_temperature=3.0)),
+    (wn.BallAttention, dict(unit_lipschitz=False)),
+    (wn.BallAttention, dict(bias=True)),
+    (wn.L2SelfAttention, {}),
+    (wn.L2SelfAttention, dict(tied=False)),
+    (wn.L2SelfAttention, dict(query_width=2)),
+    (wn.L2SelfAttention, dict(bias=False)),
+    (wn.L2SelfAttention, dict(query_width=2, tied=False)),
+]
 
 
 @pytest.mark.parametrize(("kind", "settings"), SELF)
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
 def test_self_attentions_are_their_formulas(kind, settings, heads, size):
-    layer = built(kind, D, heads, **options(settings))
+    layer = built(kind, D, heads, **settings)
     x = draw(2, N, D, size=size)
     nobody = torch.zeros(2, N, dtype=torch.bool)
     visible = (torch.rand(1, 1, N, N) < 0.5) | torch.eye(N).bool()
@@ -140,16 +145,16 @@ def test_self_attentions_are_their_formulas(kind, settings, heads, size):
 
 
 CROSS = {
-    wn.CrossAttention: ["", "qk_norm=True"],
-    wn.CosineCrossAttention: ["", "eps=1.0"],
-    wn.BallCrossAttention: ["", "unit_lipschitz=False", "bias=True"],
+    wn.CrossAttention: [{}, dict(qk_norm=True)],
+    wn.CosineCrossAttention: [{}, dict(eps=1.0)],
+    wn.BallCrossAttention: [{}, dict(unit_lipschitz=False), dict(bias=True)],
 }
 
 
 @pytest.mark.parametrize(("kind", "settings"), [(k, g) for k, gs in CROSS.items() for g in gs])
 @pytest.mark.parametrize("memory_dim", [None, 5])
 def test_cross_attentions_are_their_formulas(kind, settings, memory_dim):
-    layer = built(kind, D, H, memory_dim=memory_dim, **options(settings))
+    layer = built(kind, D, H, memory_dim=memory_dim, **settings)
     x, memory = draw(2, 4, D), draw(2, 7, memory_dim or D, seed=2)
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, 5:] = True
@@ -158,24 +163,38 @@ def test_cross_attentions_are_their_formulas(kind, settings, memory_dim):
 
 
 CHANGES = [
-    *((wn.DotProductAttention, "", one) for one in words("qk_norm=True dropout=0.5 bias=False")),
-    (wn.DotProductAttention, "qk_norm=True", "eps=0.5"),
-    *((wn.CosineSelfAttention, "", one) for one in words("eps=1.0 tau=0.5 nu=2.0 dropout=0.3 bias=False")),
-    *((kind, "", one) for kind in (wn.BallAttention, wn.BallCrossAttention)
-      for one in words("temperature=1.0 unit_lipschitz=False bias=True")),
-    *((wn.L2SelfAttention, "", one) for one in words(
-        "tied=False query_width=2 bias=False contractive=0.5 dropout=0.4 init_scale=0.1"
-    )),
-    *((wn.L2SelfAttention, "contractive=0.5", one) for one in words("norm=inf norm=2 max_tokens=40")),
-]  # fmt: skip
+    (wn.DotProductAttention, {}, dict(qk_norm=True)),
+    (wn.DotProductAttention, {}, dict(dropout=0.5)),
+    (wn.DotProductAttention, {}, dict(bias=False)),
+    (wn.DotProductAttention, dict(qk_norm=True), dict(eps=0.5)),
+    (wn.CosineSelfAttention, {}, dict(eps=1.0)),
+    (wn.CosineSelfAttention, {}, dict(tau=0.5)),
+    (wn.CosineSelfAttention, {}, dict(nu=2.0)),
+    (wn.CosineSelfAttention, {}, dict(dropout=0.3)),
+    (wn.CosineSelfAttention, {}, dict(bias=False)),
+    *(
+        (kind, {}, change)
+        for kind in (wn.BallAttention, wn.BallCrossAttention)
+        for change in (dict(temperature=1.0), dict(unit_lipschitz=False), dict(bias=True))
+    ),
+    (wn.L2SelfAttention, {}, dict(tied=False)),
+    (wn.L2SelfAttention, {}, dict(query_width=2)),
+    (wn.L2SelfAttention, {}, dict(bias=False)),
+    (wn.L2SelfAttention, {}, dict(contractive=0.5)),
+    (wn.L2SelfAttention, {}, dict(dropout=0.4)),
+    (wn.L2SelfAttention, {}, dict(init_scale=0.1)),
+    (wn.L2SelfAttention, dict(contractive=0.5), dict(norm="inf")),
+    (wn.L2SelfAttention, dict(contractive=0.5), dict(norm=2)),
+    (wn.L2SelfAttention, dict(contractive=0.5), dict(max_tokens=40)),
+]
 
 
 @pytest.mark.parametrize(("kind", "base", "change"), CHANGES)
 def test_every_option_changes_something(kind, base, change):
     outputs = []
-    for settings in (base, f"{base} {change}"):
+    for settings in (base, base | change):
         torch.manual_seed(0)
-        layer = kind(D, H, **options(settings))
+        layer = kind(D, H, **settings)
         for name, bias in layer.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.constant_(bias, 0.5)

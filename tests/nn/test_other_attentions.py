@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tests.support.layers import built, draw, stack_config
-from tests.support.tiny import options, tiny
+from tests.support.tiny import tiny
 from torch.testing import assert_close
 
 from wellposed import nn as wn
@@ -13,8 +13,8 @@ from wellposed.certification import certify
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForCausalLM
 
-INVERSE_D = options(
-    "attention=inverse_d residual=mean norm=none activation=unit_gelu position=none"
+INVERSE_D = dict(
+    attention="inverse_d", residual="mean", norm="none", activation="unit_gelu", position="none"
 )
 
 

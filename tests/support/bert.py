@@ -5,7 +5,6 @@ import random
 import torch
 import transformers
 
-from .tiny import options
 from .tokenizer_folders import bert_words
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(20)), "good", "bad"]
@@ -14,7 +13,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(
 def make_checkpoint(folder):
     """Save a BERT without a head, and its tokenizer."""
     torch.manual_seed(0)
-    sizes = options("hidden_size=16 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **sizes)
     transformers.BertModel(config).save_pretrained(folder)
     bert_words(WORDS[4:]).save_pretrained(folder)

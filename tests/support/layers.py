@@ -8,12 +8,21 @@ from torch import nn
 
 from wellposed.nn import Block, build_layers
 
-from .tiny import options
-
-STACK = options(
-    "num_hidden_layers=2 hidden_size=8 num_attention_heads=2 intermediate_size=16 norm=post"
-    " attention=dot_product feedforward=mlp residual=plain activation=gelu qk_norm=False dropout=0.0"
-    " attention_dropout=0.0 layer_norm_eps=1e-5 max_position_embeddings=16"
+STACK = dict(
+    num_hidden_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    intermediate_size=16,
+    norm="post",
+    attention="dot_product",
+    feedforward="mlp",
+    residual="plain",
+    activation="gelu",
+    qk_norm=False,
+    dropout=0.0,
+    attention_dropout=0.0,
+    layer_norm_eps=1e-05,
+    max_position_embeddings=16,
 )
 
 

@@ -41,7 +41,7 @@ def mixed():
 
 
 def conv1d():
-    built = model("GPT2", "vocab_size=40", "n_embd=18", "n_layer=2", "n_head=3")()
+    built = model("GPT2", vocab_size=40, n_embd=18, n_layer=2, n_head=3)()
     built = built.eval()  # without dropout
     return built, torch.randint(0, 40, (4, 7)), lambda output: output[0].square().mean()
 

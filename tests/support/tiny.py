@@ -1,7 +1,5 @@
 """Models of this package that are small enough to test, and a batch for them."""
 
-import ast
-
 import torch
 
 from wellposed.models import WellposedConfig
@@ -15,17 +13,4 @@ def tiny(kind, **changes):
     return kind(WellposedConfig(**{**SIZES, **changes}))
 
 
-def options(text):
-    """Return the options that `"norm=pre dropout=0.5"` stands for."""
-    pairs = (word.split("=") for word in text.split())
-    return {name: _value(written) for name, written in pairs}
-
-
-def _value(written):
-    try:
-        return ast.literal_eval(written)
-    except (ValueError, SyntaxError):
-        return written
-
-
-SIZES = options("vocab_size=13 max_position_embeddings=10 hidden_size=12 num_attention_heads=3")
+SIZES = dict(vocab_size=13, max_position_embeddings=10, hidden_size=12, num_attention_heads=3)

@@ -7,9 +7,7 @@ from torch.nn import functional as F
 
 from wellposed.models import TransJectConfig, TransJectModel
 
-from .tiny import options
-
-SIZES = options("vocab_size=13 max_position_embeddings=12 hidden_size=16 num_hidden_layers=3")
+SIZES = dict(vocab_size=13, max_position_embeddings=12, hidden_size=16, num_hidden_layers=3)
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
 MASK = (IDS > 0).long()
 SETTINGS = [

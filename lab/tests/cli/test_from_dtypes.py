@@ -15,7 +15,6 @@ from tests.support.tokenizer_folders import byte_level_bpe, word_level
 from tests.support.words import succeed
 from tests.support.words import words as typed
 
-from tests.support import tiny
 from wellposed.models import load_saved_model, stored_dtypes
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, StartOptions, TrainOptions
@@ -109,12 +108,10 @@ def files(tmp_path_factory):
     vit = transformers.AutoConfig.from_pretrained(folder / "vit")
     transformers.AutoModelForImageClassification.from_config(vit).save_pretrained(folder / "vit")
     words = byte_level_bpe(lines)
-    sizes = tiny.options(
-        "n_embd=16 n_layer=1 n_head=2 n_positions=32 bos_token_id=0 eos_token_id=0"
-    )
+    sizes = dict(n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
     gpt2 = transformers.GPT2Config(vocab_size=len(words), **sizes)
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
-    sizes = tiny.options("d_model=16 d_kv=8 d_ff=32 num_layers=1 num_heads=2 pad_token_id=0")
+    sizes = dict(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, pad_token_id=0)
     t5 = transformers.T5Config(vocab_size=len(words), decoder_start_token_id=0, **sizes)
     transformers.T5ForConditionalGeneration(t5).save_pretrained(folder / "t5")
     words.save_pretrained(folder / "gpt2")

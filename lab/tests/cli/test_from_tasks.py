@@ -15,7 +15,6 @@ from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_lev
 from tests.support.words import SMALLEST, succeed
 from tests.support.words import words as typed
 
-from tests.support import tiny
 from wellposed_lab.tasks.task import build_task
 
 pytestmark = pytest.mark.slow  # the whole table
@@ -32,9 +31,7 @@ def results(run):
 def gpt2_folder(folder):
     tokenizer = byte_level_bpe(LINES)
     tokenizer.save_pretrained(folder)
-    sizes = tiny.options(
-        "n_embd=16 n_layer=1 n_head=2 n_positions=32 bos_token_id=0 eos_token_id=0"
-    )
+    sizes = dict(n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0)
     config = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
@@ -62,9 +59,14 @@ def test_a_gated_decoder_goes_on_learning_a_text_and_continues_one(family, tmp_p
     source, run, text = tmp_path / "model", tmp_path / "run", tmp_path / "text.txt"
     tokenizer = byte_level_bpe(LINES)
     tokenizer.save_pretrained(source)
-    sizes = tiny.options(
-        "hidden_size=16 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=1"
-        " intermediate_size=32 max_position_embeddings=32 pad_token_id=0"
+    sizes = dict(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        pad_token_id=0,
     )
     config = getattr(transformers, f"{family}Config")(vocab_size=len(tokenizer), **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
@@ -76,9 +78,7 @@ def test_a_gated_decoder_goes_on_learning_a_text_and_continues_one(family, tmp_p
 
 
 WORDS = [f"w{number}" for number in range(12)]
-SIZES = tiny.options(
-    "hidden_size=16 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32"
-)
+SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 SIZES["max_position_embeddings"] = 32
 
 
@@ -120,7 +120,7 @@ def seq2seq_folder(folder, family):
     sizes = {"vocab_size": len(tokenizer), "d_model": 32, "pad_token_id": 0, "eos_token_id": 2}
     layers = {}
     for side in ("encoder", "decoder"):
-        layers |= tiny.options(f"{side}_layers=1 {side}_attention_heads=2 {side}_ffn_dim=64")
+        layers |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 64}
     drawn = {"forced_eos_token_id": None, "dropout": 0.0, "init_std": 0.1}
     bart = {**sizes, **layers, **drawn, "max_position_embeddings": 32, "bos_token_id": 3}
     t5 = {**sizes, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}

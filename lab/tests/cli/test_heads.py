@@ -9,7 +9,6 @@ import torch
 import transformers
 from tests.support.bert import WORDS as VOCABULARY
 from tests.support.bert import make_table
-from tests.support.tiny import options
 from tests.support.tokenizer_folders import bert_words
 from tests.support.words import succeed
 from tests.support.words import words as typed
@@ -35,7 +34,7 @@ HEADS = {
 def save_head(kind, count, folder):
     """Save a BERT with a head of this kind; return the model and its logits of the texts."""
     torch.manual_seed(1)
-    sizes = options("hidden_size=16 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     sizes |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": 32, "num_labels": count}
     config = transformers.BertConfig(**sizes, problem_type=kind)
     model = transformers.BertForSequenceClassification(config).eval()

@@ -5,14 +5,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.support.edited import edited
-from tests.support.tiny import options
 
 import wellposed as wp
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
 from wellposed_lab.training.start import start_model
 
-SMALL = options(
-    "hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=32 vocab_size=50"
+SMALL = dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
 )
 CLASSES = "sequence_classification"
 NAMES = dict(enumerate("abc"))
