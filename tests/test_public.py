@@ -21,7 +21,7 @@ PUBLIC = {
 }  # fmt: skip
 PACKAGES = {
     "attack", "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg",
-    "measurement", "models", "nn", "penalize", "presets", "roles", "words",
+    "measurement", "models", "nn", "optim", "penalize", "presets", "roles", "words",
 }  # fmt: skip
 LAZY = tuple(f"wellposed{p}" for p in ("", ".integrations", ".measurement", ".words"))
 

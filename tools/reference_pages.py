@@ -23,7 +23,7 @@ FOR_EXTENSIONS = "extend.md"
 PAGES = {
     "models": ("Models", "models"),
     "penalties": ("Roles and penalties", "roles penalize presets functional"),
-    "constrain": ("Exact orthogonality", "constrain linalg"),
+    "constrain": ("Exact orthogonality", "constrain optim linalg"),
     "lipschitz": ("Lipschitz attention and inverses", "nn"),
     "initialize": ("Initialisation", "initialize"),
     "certificates": ("Certificates", "certification attack words"),

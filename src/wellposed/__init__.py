@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from wellposed import measurement as measurement
     from wellposed import models as models
     from wellposed import nn as nn
+    from wellposed import optim as optim
     from wellposed import penalize as penalize
     from wellposed import presets as presets
     from wellposed import roles as roles
@@ -62,7 +63,7 @@ else:
         {
             "": (
                 "attack certification constrain errors functional initialize integrations "
-                "linalg measurement models nn penalize presets roles words"
+                "linalg measurement models nn optim penalize presets roles words"
             ),
             "attack": "lipschitz_lower_bound",
             "certification": "Certificate certify register_rule",

@@ -48,6 +48,7 @@ from wellposed.linalg._shards import layout_of as layout_of
 from wellposed.linalg._shards import shares_of as shares_of
 from wellposed.linalg._shards import wholes_of as wholes_of
 from wellposed.linalg._shards import write_shards_ as write_shards_
+from wellposed.linalg._sign import near_polar_factors as near_polar_factors
 from wellposed.linalg._singular import largest_singular_value as largest_singular_value
 from wellposed.linalg._singular import singular_values as singular_values
 from wellposed.linalg._tensors import Workspace as Workspace

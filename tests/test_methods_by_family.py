@@ -1,0 +1,103 @@
+"""Ways to train, each attached by one line to random models of transformers: routes by families.
+
+Each cell trains three steps, looks at the method's own claim, and saves and loads its weights.
+"""
+
+import pytest
+import torch
+import transformers as hf
+
+import wellposed as wp
+from wellposed.constrain import MuonAndAdamW
+from wellposed.optim import Scion
+
+VOCABULARY = 20
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 0, **ENDS}
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 16,
+    "vocab_size": VOCABULARY,
+    **ENDS,
+}
+GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MIXTRAL = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 3, "head_dim": 8}
+FAMILIES = {
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES, **NO_DROPOUT)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**MIXTRAL)),
+}
+# Matrices of attention and feed-forward networks, by hand: of GPT-2 three in one weight, of Mixtral one
+# of gate and one of up in each of three experts.
+MATRICES = {"gpt2": 12, "llama": 14, "bert": 12, "mixtral": 2 * (4 + 9)}
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def scion(model):
+    optimizer = Scion(model, lr=0.05, radius=4.0, head_radius=20.0)
+    optimizer.shrink_into_balls_()
+
+    def check(count):
+        sizes = optimizer.sizes()
+        spectral = {
+            w for g in optimizer.param_groups if g["norm"] == "spectral" for w in g["params"]
+        }
+        inside = [name for name in sizes if "layer" in name or "transformer.h" in name]
+        assert max(sizes.values()) <= 1 + 1e-5
+        assert len(spectral) > 0
+        assert len(inside) >= count
+
+    return optimizer, check
+
+
+def muon_on_the_manifold(model):
+    optimizer = MuonAndAdamW(model, lr=0.02, where="layers")
+    handle = wp.constrain_(model, optimizer, where="layers", to="orthogonal")
+
+    def check(count):
+        assert len(handle.report.rows) == count
+        assert handle.error().worst <= 1e-5
+
+    return optimizer, check
+
+
+METHODS = {"scion": scion, "muon on the manifold": muon_on_the_manifold}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_attaches_trains_and_saves(method, family):
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    optimizer, check = METHODS[method](model)
+    ids = torch.randint(3, VOCABULARY, (4, 12))
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        check(MATRICES[family])
+    assert losses[-1] < losses[0]
+
+    torch.manual_seed(1)
+    other = FAMILIES[family]()
+    METHODS[method](other)
+    other.load_state_dict(model.state_dict())
+    model.eval()
+    other.eval()
+    torch.testing.assert_close(other(input_ids=ids).logits, model(input_ids=ids).logits)
