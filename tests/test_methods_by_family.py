@@ -9,6 +9,7 @@ import transformers as hf
 
 import wellposed as wp
 from wellposed.constrain import MuonAndAdamW
+from wellposed.initialize import mimetic_
 from wellposed.optim import Scion
 
 VOCABULARY = 20
@@ -74,7 +75,19 @@ def muon_on_the_manifold(model):
     return optimizer, check
 
 
-METHODS = {"scion": scion, "muon on the manifold": muon_on_the_manifold}
+def mimetic(model):
+    """The claim on products is checked by hand in tests/initialize; here, which weights it draws."""
+    report = mimetic_(model)
+
+    def check(count):
+        drawn = {row.name for row in report.rows}
+        layers = 2 * (2 if any("c_attn" in name for name in drawn) else 4)
+        assert len(drawn) == layers < count
+
+    return adamw(model), check
+
+
+METHODS = {"mimetic": mimetic, "scion": scion, "muon on the manifold": muon_on_the_manifold}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -86,6 +86,7 @@ LAYERS = {
     )},
     **{kind.__name__: lambda kind=kind: kind(8) for kind in (
         wn.OrthogonalFeedForward, wn.OrthogonalLinear, wn.BallProjection, wn.GramSpectrum, wn.DynamicTanh,
+        wn.DynamicErf,
     )},
     "MLP": lambda: wn.MLP(8, 16),
     "MaxMinFeedForward": lambda: wn.MaxMinFeedForward(8, 16),

@@ -145,8 +145,9 @@ class TransformerOptions(PartOptions):
     """Registered attention."""
     feedforward: str = "mlp"
     """Registered feed-forward."""
-    norm: Literal["pre", "post", "none", "dyt"] = "post"
-    """Position of LayerNorm; dyt is pre with gamma tanh(alpha x) + beta (Zhu et al. 2025)."""
+    norm: Literal["pre", "post", "none", "dyt", "derf"] = "post"
+    """Position of LayerNorm; dyt is pre with gamma tanh(alpha x) + beta (Zhu et al. 2025), derf with
+    gamma erf(alpha x + s) + beta (Chen et al. 2025)."""
     residual: str = "plain"
     """Registered residual: plain x + f(x); rezero x + a f(x); convex (1 - a) x + a f(x), with learnt
     a; mean: convex with a = 1/n for n residuals."""
@@ -184,6 +185,15 @@ class DynamicTanhOptions(PartOptions):
 
     dyt_alpha: Positive = 0.5
     """Initial alpha of norm dyt."""
+
+
+@read_by(norm="derf")
+@dataclass(frozen=True)
+class DynamicErfOptions(PartOptions):
+    """Options of the error function that replaces LayerNorm."""
+
+    derf_alpha: Positive = 0.5
+    """Initial alpha of norm derf."""
 
 
 @read_by(position="sinusoidal")
@@ -280,6 +290,7 @@ class ModelOptions(
     BallOptions,
     CosineOptions,
     ContractiveOptions,
+    DynamicErfOptions,
     DynamicTanhOptions,
     MLPOptions,
     TransformerOptions,

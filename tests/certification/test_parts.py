@@ -19,7 +19,7 @@ from wellposed.certification import (
     register_rule,
 )
 from wellposed.models import WellposedModel
-from wellposed.nn import BallProjection, DynamicTanh, MaxMin, ReZeroResidual
+from wellposed.nn import BallProjection, DynamicErf, DynamicTanh, MaxMin, ReZeroResidual
 
 WIDTH, R = 4, 0.3
 NORMS = ("tok", 2, "inf")
@@ -68,6 +68,14 @@ PARTS = [
     ("rms norm", normed(nn.RMSNorm, 0.25), {"tok": 4, 2: 4, "inf": 10}, 4 * R, 4.0),
     # |gamma| + |beta| is 5.25**0.5 + 0.5.
     ("dynamic tanh", normed(DynamicTanh, 2.0), dict.fromkeys(NORMS, 4), 4 * R + 0.5, 2.7912878),
+    # The slope is 4 * 2 / sqrt(pi); with s = 0 the output at 0 is beta.
+    (
+        "dynamic erf",
+        normed(DynamicErf, 2.0),
+        dict.fromkeys(NORMS, 4.5135167),
+        4.5135167 * R + 0.5,
+        2.7912878,
+    ),
     ("steep norm", normed(nn.LayerNorm, 1e-4), {"tok": 200, 2: 200, "inf": 600}, 4.5, 4.5),
 ]
 

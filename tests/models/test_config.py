@@ -30,6 +30,7 @@ CHANGES = [
     dict(norm="pre"),
     dict(norm="none"),
     dict(norm="dyt"),
+    dict(norm="derf"),
     dict(residual="rezero"),
     dict(residual="convex"),
     dict(residual="budget"),
@@ -41,6 +42,7 @@ CHANGES = [
     dict(dropout=0.5),
     dict(attention_dropout=0.5),
     dict(init="other-for-this-test"),
+    dict(init="mimetic"),
     dict(pooling="first"),
     dict(pooling="max"),
     dict(is_causal=True),
@@ -81,7 +83,7 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
     elsewhere = words(
         "tie_word_embeddings pad_token_id bos_token_id eos_token_id use_cache"  # saving, generate
         " num_decoder_layers share_embeddings cross_attention decoder_start_token_id"  # seq2seq
-        " position_scale dyt_alpha contractive lipschitz_norm query_width l2_init_scale cosine_eps"
+        " position_scale dyt_alpha derf_alpha contractive lipschitz_norm query_width l2_init_scale cosine_eps"
         " contractive_bound ball_temperature ball_max_temperature budget"  # l2_options, certification
     )
     hinted = set(models.WellposedConfig.hints()) - {"window_for_this_test"}

@@ -52,6 +52,7 @@ ROWS = [
     *(("wellposed", kind, RICH) for kind in KINDS),
     *(("wellposed", "causal_lm", dict(attention=name)) for name in ATTENTIONS.names()),
     ("wellposed", "causal_lm", dict(norm="dyt", dyt_alpha=0.3)),
+    ("wellposed", "causal_lm", dict(norm="derf", derf_alpha=0.3)),
     ("wellposed", "causal_lm", {"tie_word_embeddings": False, "position": "sinusoidal"}),
     ("wellposed", "causal_lm", dict(attention="l2_contractive", contractive=0.4, query_width=2)),
     *(("transject", kind, settings) for kind in AUTO for settings in SETTINGS[1:]),

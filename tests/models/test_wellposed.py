@@ -29,7 +29,7 @@ ROWS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5]]
 
 
 STRUCTURES = list(itertools.product(["post", "pre", "none"], ["plain", "rezero"], [False, True]))
-STRUCTURES += [("dyt", "plain", True)]
+STRUCTURES += [("dyt", "plain", True), ("derf", "plain", True)]
 
 
 @pytest.mark.parametrize(("norm", "residual", "qk_norm"), STRUCTURES)

@@ -39,6 +39,7 @@ TOKENWISE = {
     "maxmin": lambda: wn.MaxMinFeedForward(D, 16),
     "ball projection": lambda: wn.BallProjection(D),
     "dynamic tanh": lambda: wn.DynamicTanh(D),
+    "dynamic erf": lambda: wn.DynamicErf(D),
     "orthogonal linear": lambda: wn.OrthogonalLinear(D),
     "orthogonal feedforward": lambda: wn.OrthogonalFeedForward(D),
     "stack": lambda: plain_stack(norm="pre", residual="rezero", qk_norm=True),

@@ -107,6 +107,7 @@ BUILT = {
     wn.TransJectBlock: {"embed_dim": 8, "num_layers": 2},
     wn.TransJectStack: {"embed_dim": 8, "num_layers": 2},
     wn.DynamicTanh: {"width": 8},
+    wn.DynamicErf: {"width": 8},
     wn.PreNorm: {"normalized_shape": 8},
     wn.PostNorm: {"normalized_shape": 8},
 }

@@ -102,7 +102,7 @@ _BLOCKS = [
     {"attention": "l2_contractive", "norm": "none"}, {"attention": "l2_contractive", "lipschitz_norm": "2"},
     {"attention": "cosine"}, {"attention": "cosine", "norm": "none", "activation": "relu"},
     {"dropout": 0.1, "attention_dropout": 0.1, "norm": "pre"}, {"query_width": 2, "norm": "pre"},
-    {"norm": "dyt"},
+    {"norm": "dyt"}, {"norm": "derf"},
 ]  # fmt: skip
 _BALL = [
     {"attention": "dot_product", "norm": "none"}, {"attention": "dot_product", "norm": "post", "qk_norm": True},
@@ -142,6 +142,7 @@ SAMPLES = {
         _plain(lambda width: nn.RMSNorm(width, eps=1e-5, elementwise_affine=False)),
     ],
     ours.DynamicTanh: [_plain(ours.DynamicTanh), _plain(lambda width: ours.DynamicTanh(width, alpha=2.0))],
+    ours.DynamicErf: [_plain(ours.DynamicErf), _plain(lambda width: ours.DynamicErf(width, alpha=2.0))],
     ours.PreNorm: [_plain(lambda width: ours.PreNorm(width, eps=0.1))],
     ours.PostNorm: [_plain(lambda width: ours.PostNorm(width, eps=0.1))],
     nn.MultiheadAttention: [

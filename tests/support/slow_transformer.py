@@ -4,6 +4,8 @@ import math
 
 import torch
 
+BEFORE = ("pre", "dyt", "derf")
+
 
 class SlowTransformer:
     """Read the weights of a `wellposed` model; so a padded batch must equal its rows by themselves.
@@ -20,6 +22,11 @@ class SlowTransformer:
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
     def norm(self, name, x):
+        if f"{name}.shift" in self.weights:
+            squashed = torch.special.erf(
+                self.weights[f"{name}.alpha"] * x + self.weights[f"{name}.shift"]
+            )
+            return squashed * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
         if f"{name}.alpha" in self.weights:
             steep = (2 * self.weights[f"{name}.alpha"] * x).exp()
             squashed = 1 - 2 / (steep + 1)  # tanh
@@ -76,7 +83,7 @@ class SlowTransformer:
         return self.linear(f"{path}.down_proj", hidden)
 
     def half(self, path, x, branch):
-        joined = branch(self.norm(f"{path}_norm", x) if self.config.norm in ("pre", "dyt") else x)
+        joined = branch(self.norm(f"{path}_norm", x) if self.config.norm in BEFORE else x)
         total = x + self.weights.get(f"{path}_residual.scale", 1.0) * joined
         return self.norm(f"{path}_norm", total) if self.config.norm == "post" else total
 
@@ -94,7 +101,7 @@ class SlowTransformer:
                     cross, x, lambda h, p=cross: self.attend(p, h, memory, is_causal=False)
                 )
             x = self.half(feed, x, lambda h, p=feed: self.feed(p, h))
-        return self.norm(f"{side}final_norm", x) if self.config.norm in ("pre", "dyt") else x
+        return self.norm(f"{side}final_norm", x) if self.config.norm in BEFORE else x
 
 
 def exact(model):

@@ -22,7 +22,7 @@ train char_lm --variant oc3:much            | 'oc3:much': strength must be a fin
 train char_lm --variant pre_ln:3            | 'pre_ln:3': pre_ln takes no value; write 'pre_ln'
 train char_lm --model.num-attention-heads 3 | hidden_size = 128 | num_attention_heads = 3; 126 or 129 would
 train char_lm --model.attention dotproduct  | attention 'dotproduct'; nearest: dot_product
-train char_lm --model.norm mid              | norm = 'mid', expected 'pre', 'post', 'none' or 'dyt'
+train char_lm --model.norm mid              | norm = 'mid', expected 'pre', 'post', 'none', 'dyt' or 'derf'
 train char_lm --data prose.tx               | prose.tx: no such file or folder; nearest in .: prose.txt
 train char_lm --data empty.txt              | empty.txt: the file is empty; give a file that holds text
 train char_lm --data latin.txt              | latin.txt:1: not UTF-8: byte 0xe9 | convert it with | iconv

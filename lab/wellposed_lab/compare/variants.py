@@ -225,6 +225,13 @@ def dyt(base: RunConfig, alpha: float = 0.5) -> RunConfig:
     return _with_model(base, norm="dyt", dyt_alpha=alpha)
 
 
+@VARIANTS.register("derf")
+def derf(base: RunConfig, alpha: float = 0.5) -> RunConfig:
+    """pre_ln with gamma erf(alpha x + s) + beta in place of LayerNorm; alpha starts at 0.5 or value
+    (Chen et al. 2025)."""
+    return _with_model(base, norm="derf", derf_alpha=alpha)
+
+
 @VARIANTS.register("t_fixup")
 def t_fixup(base: RunConfig) -> RunConfig:
     """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
@@ -238,6 +245,13 @@ def t_fixup(base: RunConfig) -> RunConfig:
     else:
         config = _with_model(base, norm="none", init="t_fixup")
     return _without_warmup(config)
+
+
+@VARIANTS.register("mimetic")
+def mimetic(base: RunConfig) -> RunConfig:
+    """pre_ln with products of attention weights near multiples of the identity (Trockman and Kolter
+    2023)."""
+    return _with_model(base, norm="pre", init="mimetic")
 
 
 @VARIANTS.register("dt_fixup")

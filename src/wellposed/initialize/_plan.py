@@ -190,7 +190,7 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
 
 logger = logging.getLogger("wellposed.initialize")
 
-Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "kept"]
+Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "given", "kept"]
 UNSCALED_ROLES = ("query", "key")
 SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_out")
 
@@ -206,6 +206,8 @@ class Step:
     draw: Draw
     factor: float = 1.0
     padding_index: int | None = None
+    values: Tensor | None = None
+    """Numbers that were drawn already, (out, in)."""
 
 
 def plan(
@@ -221,13 +223,13 @@ def plan(
 ) -> list[Step]:
     """Return one step for every matrix of ``model``, or raise; nothing is changed here. ``factors``
     are by path of a role; ``embeddings``, by encoder and decoder, None to keep tables."""
-    _check_not_sharded(model)
+    check_not_sharded(model)
     _check_blocks_are_whole(verb, roles)
     steps = _layer_steps(roles, factors, draw)
     steps += _embedding_steps(model, roles, embeddings)
     steps += _head_steps(model, steps, roles, draw)
     steps = _leave_alone(model, roles, steps, exclude)
-    _check_writable(steps)
+    check_writable(steps)
     # Norms, biases, single numbers and numbers of each head, which the attention itself has, need
     # no role.
     known = {id(step.view.parameter) for step in steps}
@@ -354,7 +356,7 @@ def _leave_alone(
     ]
 
 
-def _check_not_sharded(model: nn.Module) -> None:
+def check_not_sharded(model: nn.Module) -> None:
     """Raise for FSDP2 and tensor parallelism: a rank has shards, or a copy that the next gather replaces."""
     sharded = [
         path or class_name(part)
@@ -373,7 +375,7 @@ def _check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def _check_writable(steps: Sequence[Step]) -> None:
+def check_writable(steps: Sequence[Step]) -> None:
     views = [step.view for step in steps if step.draw != "kept"]
     problems: dict[str, Callable[[WeightView], bool]] = {
         "layers that compute something else than these weights cannot be drawn; remove the hook, the"
@@ -448,6 +450,8 @@ def reported(report: InitializationReport) -> InitializationReport:
 def _drawn(step: Step, weight: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return fresh numbers (out, in) before the factor, in float32 at least."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
+    if step.values is not None:
+        return step.values.to(weight.device, dtype)
     device = weight.device if generator is None else generator.device
     values = torch.empty(step.view.shape, dtype=dtype, device=device)
     if step.draw == "embedding":

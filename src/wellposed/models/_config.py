@@ -191,8 +191,8 @@ class WellposedConfig(CheckedConfig):
         init (str): a registered name.
         unit_embeddings (bool): token vectors of norm 1, not scaled by sqrt(D).
         ball_embeddings (bool): token vectors of norm below 1, not scaled by sqrt(D).
-        norm (str): LayerNorm in place pre, post or none; dyt: `wellposed.nn.DynamicTanh` in place
-            pre.
+        norm (str): LayerNorm in place pre, post or none; dyt and derf: `wellposed.nn.DynamicTanh` and
+            `wellposed.nn.DynamicErf` in place pre.
         residual (str): `x + f(x)` (plain), or `x + a f(x)` with a learnt from 0 (rezero).
         qk_norm (bool): normalise queries and keys per head.
         position (str): learned or sinusoidal.

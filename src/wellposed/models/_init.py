@@ -81,6 +81,16 @@ def t_fixup_model_(model: Any) -> None:
 INITS.register("t_fixup")(Initializer(module=xavier_, model=t_fixup_model_))
 
 
+def mimetic_model_(model: Any) -> None:
+    """Draw self-attention near multiples of the identity; see `wellposed.initialize.mimetic_`."""
+    from wellposed.initialize import mimetic_
+
+    mimetic_(model)
+
+
+INITS.register("mimetic")(Initializer(module=xavier_, model=mimetic_model_))
+
+
 _KIM2021_SCALE = 2.0**-4
 
 

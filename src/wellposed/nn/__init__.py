@@ -19,6 +19,7 @@ from wellposed.nn._block import run_block as run_block
 from wellposed.nn._checks import INTEGERS as INTEGERS
 from wellposed.nn._checks import Eps as Eps
 from wellposed.nn._checks import on_host as on_host
+from wellposed.nn._derf import DynamicErf as DynamicErf
 from wellposed.nn._feedforward import ACTIVATIONS as ACTIVATIONS
 from wellposed.nn._feedforward import MLP as MLP
 from wellposed.nn._feedforward import MaxMin as MaxMin

@@ -71,7 +71,7 @@ def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
     if not isinstance(norm, (PreNorm, PostNorm, NoNorm, DynamicTanh)):
         return context.refuse(
             f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm,"
-            " DynamicTanh"
+            " DynamicTanh or DynamicErf"
         )
     context.reads(norm, NoNorm)
     return context.sublayer(

@@ -22,6 +22,7 @@ from wellposed.nn import (
     BallProjection,
     CosineCrossAttention,
     DecoderBlock,
+    DynamicErf,
     DynamicTanh,
     ExpertMixture,
     GramAttention,
@@ -72,6 +73,21 @@ def _dynamic_tanh(module: DynamicTanh, context: RuleContext) -> LayerBound:
     radius = min(times(slope, context.radius), float(gamma.norm())) + float(beta.norm())
     radius *= 1 + 1e-6
     return LayerBound(slope, "max|gamma alpha|", "exact", out_radius=radius, fresh=True)
+
+
+@register_rule(DynamicErf, sums=True)
+def _dynamic_erf(module: DynamicErf, context: RuleContext) -> LayerBound:
+    """Bound each entry by its slope ``2 / sqrt(pi) |gamma_i alpha|``, the largest, in every norm."""
+    gamma, alpha, beta, shift = (
+        part.detach().double() for part in (module.weight, module.alpha, module.bias, module.shift)
+    )
+    slope = float(gamma.abs().max() * alpha.abs()) * 2.0 / math.sqrt(math.pi)
+    at_zero = float((gamma * torch.erf(shift)).norm())
+    radius = min(times(slope, context.radius) + at_zero, float(gamma.norm())) + float(beta.norm())
+    radius *= 1 + 1e-6
+    slope *= 1 + 1e-12
+    form = "2/sqrt(pi) max|gamma alpha|"
+    return LayerBound(slope, form, "exact", out_radius=radius, fresh=True)
 
 
 @register_rule(MLP, sums=True)
