@@ -28,5 +28,10 @@ from wellposed.functional._penalties import check_weights as check_weights
 from wellposed.functional._penalties import gram_penalties as gram_penalties
 from wellposed.functional._penalties import gram_penalty as gram_penalty
 from wellposed.functional._penalties import qr_penalty as qr_penalty
+from wellposed.functional._softmax_norm import softmax_jacobian_norm as softmax_jacobian_norm
+from wellposed.functional._softmax_norm import softmax_norm_penalty as softmax_norm_penalty
+from wellposed.functional._softmax_norm import (
+    softmax_norm_penalty_from_logits as softmax_norm_penalty_from_logits,
+)
 
 explain_failures_of(__name__)

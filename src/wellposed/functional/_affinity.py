@@ -72,14 +72,15 @@ def affinity_penalty(
     >>> affinity_penalty(x, x).item(), affinity_penalty(x * 0, x).item()  # A = I, and A = 1/4
     (0.0, 3.0)
     """
-    _check(query, key, attn_mask, key_padding_mask, estimator=estimator, num_probes=num_probes)
+    _check_estimator(estimator, num_probes)
+    check_attention("affinity_penalty", query, key, attn_mask, key_padding_mask)
     lead = query.shape[:-2]
-    query, key, attn_mask, key_padding_mask = _four_dimensional(
+    query, key, attn_mask, key_padding_mask = in_four_dimensions(
         query, key, attn_mask, key_padding_mask
     )
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    masks = _Masks.read(scale, attn_mask, key_padding_mask, is_causal)
+    masks = read_masks(scale, attn_mask, key_padding_mask, is_causal)
     with torch.autocast(query.device.type, enabled=False):
         if estimator == "exact":
             value = _exactly(query, key, masks)
@@ -138,27 +139,6 @@ class _Masks:
     is_causal: bool
     top: Tensor | None = None  # largest logit of each row, if the bias is all of them
 
-    @classmethod
-    def read(
-        cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
-    ) -> _Masks:
-        flags = attn_mask is not None and attn_mask.dtype == torch.bool
-        allowed = attn_mask if flags else None
-        bias = None if flags else attn_mask
-        if padded is not None and padded.is_floating_point():
-            by_key = padded[..., None, :]
-            bias = by_key if bias is None else bias + by_key
-            padded = None
-        if bias is not None:
-            left_out = _unattended_in(bias, allowed, is_causal=is_causal)
-        elif allowed is not None:
-            visible = allowed & ~_later(allowed) if is_causal else allowed
-            left_out = ~visible.any(dim=-2)
-        else:
-            return cls(scale, None, None, padded, padded, is_causal)
-        left_out = left_out if padded is None else left_out | padded
-        return cls(scale, allowed, bias, padded, left_out, is_causal)
-
     def chunk(self, start: int, stop: int) -> _Masks:
         names = ("allowed", "bias", "padded", "left_out", "top")
         masks = {name: getattr(self, name) for name in names}
@@ -174,6 +154,28 @@ class _Masks:
         if self.is_causal:
             closed = _later(query) if closed is None else closed | _later(query)
         return closed
+
+
+def read_masks(
+    scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
+) -> _Masks:
+    """Return the masks of an attention call in four dimensions."""
+    flags = attn_mask is not None and attn_mask.dtype == torch.bool
+    allowed = attn_mask if flags else None
+    bias = None if flags else attn_mask
+    if padded is not None and padded.is_floating_point():
+        by_key = padded[..., None, :]
+        bias = by_key if bias is None else bias + by_key
+        padded = None
+    if bias is not None:
+        left_out = _unattended_in(bias, allowed, is_causal=is_causal)
+    elif allowed is not None:
+        visible = allowed & ~_later(allowed) if is_causal else allowed
+        left_out = ~visible.any(dim=-2)
+    else:
+        return _Masks(scale, None, None, padded, padded, is_causal)
+    left_out = left_out if padded is None else left_out | padded
+    return _Masks(scale, allowed, bias, padded, left_out, is_causal)
 
 
 class _Exact(torch.autograd.Function):
@@ -235,12 +237,17 @@ def _exactly(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
 
 def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
     """Return the value of `_Exact` for all chunks at once, in operations that autograd supports."""
+    scores = closed_logits(query, key, replace(masks, bias=bias))
+    return _value_and_gradient(scores, masks, gradient=False)[0]
+
+
+def closed_logits(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
+    """Return the masked logits, at least in float32; -inf for keys that a bool mask closes."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores = (query.to(dtype) * masks.scale) @ key.to(dtype).mT
     closed = masks.closed(query)
-    scores = scores if bias is None else scores + bias
-    scores = scores if closed is None else scores.masked_fill(closed, -torch.inf)
-    return _value_and_gradient(scores, masks, gradient=False)[0]
+    scores = scores if masks.bias is None else scores + masks.bias
+    return scores if closed is None else scores.masked_fill(closed, -torch.inf)
 
 
 def _unattended_in(bias: Tensor, allowed: Tensor | None, *, is_causal: bool) -> Tensor:
@@ -331,54 +338,49 @@ def _sdpa_masking(
     return F.pad(query, (0, 1), value=1.0), torch.cat([key, closed], dim=-1), None, True
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    padding: Tensor | None,
-    *,
-    estimator: str,
-    num_probes: int,
-) -> None:
-    shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
-    if not 2 <= query.ndim <= 4 or query.ndim != key.ndim or query.shape[-2:] != key.shape[-2:]:
-        raise ShapeError(
-            f"affinity_penalty: {shapes} must both be (..., tokens, head_dim) with the same tokens"
-            " and head_dim, in two to four dimensions; cross-attention has no square affinity"
-        )
-    if query.ndim > 2 and query.shape[-3] % key.shape[-3]:
-        raise ShapeError(
-            f"affinity_penalty: {key.shape[-3]} key heads do not divide {query.shape[-3]} query"
-            " heads"
-        )
+def _check_estimator(estimator: str, num_probes: int) -> None:
     if estimator not in ("exact", "probes"):
         raise ConfigError(
             f"affinity_penalty: estimator = {estimator!r}, expected 'exact' or 'probes'"
         )
     if num_probes < 1:
         raise ConfigError(f"affinity_penalty: num_probes = {num_probes}, expected at least 1")
-    if query.dtype == torch.float16 and query.device.type == "cpu":
-        raise ConfigError(
-            "affinity_penalty: float16 queries on a CPU; use bfloat16 or float32 there"
+
+
+def check_attention(
+    call: str, query: Tensor, key: Tensor, attn_mask: Tensor | None, padding: Tensor | None
+) -> None:
+    """Raise for arguments of a call that are no self-attention."""
+    shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
+    if not 2 <= query.ndim <= 4 or query.ndim != key.ndim or query.shape[-2:] != key.shape[-2:]:
+        raise ShapeError(
+            f"{call}: {shapes} must both be (..., tokens, head_dim) with the same tokens"
+            " and head_dim, in two to four dimensions; cross-attention has no square affinity"
         )
+    if query.ndim > 2 and query.shape[-3] % key.shape[-3]:
+        raise ShapeError(
+            f"{call}: {key.shape[-3]} key heads do not divide {query.shape[-3]} query heads"
+        )
+    if query.dtype == torch.float16 and query.device.type == "cpu":
+        raise ConfigError(f"{call}: float16 queries on a CPU; use bfloat16 or float32 there")
     *lead, tokens, _ = query.shape
     square = (*lead, tokens, tokens)
     expected = (lead[0] if lead else 1, tokens)
     if attn_mask is not None and not broadcasts(attn_mask.shape, square):
         raise ShapeError(
-            f"affinity_penalty: attn_mask is {tuple(attn_mask.shape)}, expected to broadcast to"
-            f" {square}"
+            f"{call}: attn_mask is {tuple(attn_mask.shape)}, expected to broadcast to {square}"
         )
     if padding is not None and padding.numel() == math.prod(expected):
         padding = padding.reshape(expected)
     is_added = padding is not None and padding.is_floating_point()
     if padding is not None and not (is_added and tuple(padding.shape) == expected):
-        check_padding_shape("affinity_penalty", padding, expected)
+        check_padding_shape(call, padding, expected)
 
 
-def _four_dimensional(
+def in_four_dimensions(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return query, key and masks as (batch, heads, ...)."""
     if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
         attn_mask = attn_mask[:, None]
     ones = (1,) * (4 - query.ndim)

@@ -26,7 +26,7 @@ def attention_entropy(probabilities: Tensor) -> Tensor:
     >>> attention_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]])).tolist()
     [0.6931471824645996, 0.0]
     """
-    return torch.special.entr(_rows(probabilities)).sum(-1)
+    return torch.special.entr(probability_rows(probabilities)).sum(-1)
 
 
 def softmax_sensitivity(probabilities: Tensor) -> Tensor:
@@ -49,13 +49,14 @@ def softmax_sensitivity(probabilities: Tensor) -> Tensor:
     >>> softmax_sensitivity(torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])).tolist()
     [0.5, 0.0]
     """
-    rows = _rows(probabilities)
+    rows = probability_rows(probabilities)
     first, index = rows.max(-1, keepdim=True)
     others = rows.scatter(-1, index, 0.0)  # 1 - p1 as a difference would lose the bound near 1
     return first[..., 0] * (others.sum(-1) + others.amax(-1))
 
 
-def _rows(probabilities: Tensor) -> Tensor:
+def probability_rows(probabilities: Tensor) -> Tensor:
+    """Return rows of probabilities in at least float32; `ShapeError` without a key."""
     if probabilities.ndim == 0 or probabilities.shape[-1] == 0:
         raise ShapeError(
             "expected (..., queries, keys) with at least one key, received"
