@@ -106,9 +106,9 @@ def test_the_noise_and_the_identity_have_the_sizes_of_the_paper():
 def test_a_seed_repeats_it_and_an_error_leaves_the_model():
     model = FAMILIES["gpt2"][0]()
     twin = copy.deepcopy(model)
-    for each in (model, twin):
+    for copied in (model, twin):
         torch.manual_seed(3)
-        mimetic_(each)
+        mimetic_(copied)
     for one, two in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, two)
 
