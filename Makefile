@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-library test-lab test-studies test-all check installs mutants clean
+.PHONY: demo test test-library test-lab test-studies test-all test-whole check installs mutants clean
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
@@ -27,7 +27,7 @@ demo: $(VENV)/.installed-run
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-# What a change needs; `test-all` adds what is slow: kills, several processes, browsers, compilers, full matrices.
+# What a change needs; `test-all` adds what is slow: kills, several processes, browsers, compilers, matrices in pairs.
 LIBRARY := tests
 LAB := lab/tests
 STUDIES := studies/tests
@@ -45,6 +45,10 @@ test-studies: $(VENV)/.installed-develop
 
 test-all: $(VENV)/.installed-develop
 	$(PYTEST) $(LIBRARY) $(LAB) $(STUDIES)
+
+# `test-all` takes rows of large tables in which any two values meet; this takes every row, in hours.
+test-whole: $(VENV)/.installed-develop
+	WELLPOSED_WHOLE_TABLES=1 $(PYTEST) $(LIBRARY) $(LAB) $(STUDIES)
 
 check: $(VENV)/.installed-develop
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from tests.support.hooks import hooks_of, torch_state
 from tests.support.instants import at_operation, chosen, operations, spread, traced
+from tests.support.tables import WHOLE
 from torch import nn
 
 import wellposed as wp
@@ -24,6 +25,8 @@ SIZES = {
 }  # fmt: skip
 WINDOWS = {"window_words": 1, "word_tokens": 2, "frame": [[1], [2]], "frozen": True}
 TOKENS = torch.ones(2, 3, 8)
+MOST = 100 if WHOLE else 12
+"""Instants at which a verb is ended, from the first to the last."""
 
 
 def bert():
@@ -143,25 +146,19 @@ def check(name, number, end):
 
 
 @pytest.mark.parametrize("name", VERBS)
-@pytest.mark.parametrize(
-    "most", [12, pytest.param(100, marks=pytest.mark.slow)], ids=["some", "many"]
-)
-def test_an_error_at_any_operation(name, most):
+def test_an_error_at_any_operation(name):
     make, verb = VERBS[name]
     model = make()
-    for number in spread(operations(lambda: verb(model)), most):
+    for number in spread(operations(lambda: verb(model)), MOST):
         check(name, number, at_operation)
 
 
 @pytest.mark.parametrize("name", VERBS)
-@pytest.mark.parametrize(
-    "most", [12, pytest.param(100, marks=pytest.mark.slow)], ids=["some", "many"]
-)
-def test_ctrl_c_at_any_line(name, most):
+def test_ctrl_c_at_any_line(name):
     make, verb = VERBS[name]
     model = make()
     verb(make())  # imports
-    for number in chosen(traced(lambda: verb(model)), most):
+    for number in chosen(traced(lambda: verb(model)), MOST):
         check(name, number, traced)
 
 

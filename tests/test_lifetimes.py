@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from tests.support.hooks import hooks_of, torch_state
+from tests.support.tables import rotated
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback
@@ -78,20 +80,13 @@ class Breaks(TrainerCallback):
         setattr(self, event, raises)
 
 
-def breaks():
-    """Each event, before and after the monitor's, and each error; a few of them are quick."""
-    quick = {"on_train_begin", "on_substep_end", "on_log"}
-    for event in EVENTS:
-        for is_first in (True, False):
-            for error in ENDS:
-                is_quick = event in quick and not is_first and error is KeyboardInterrupt
-                yield pytest.param(
-                    event, is_first, error, marks=[] if is_quick else pytest.mark.slow
-                )
+MOMENTS = [*itertools.product(EVENTS, (True, False))]
 
 
-@pytest.mark.parametrize(("event", "is_first", "error"), [*breaks()])
-def test_a_trainer_that_breaks_in_any_callback_leaves_nothing(event, is_first, error, tmp_path):
+@pytest.mark.parametrize(("moment", "error"), rotated(MOMENTS, ENDS), ids=str)
+def test_a_trainer_that_breaks_in_any_callback_leaves_nothing(moment, error, tmp_path):
+    """In each event, before and after the monitor's own callback."""
+    event, is_first = moment
     model = bert()
     outputs = seen_tensors(model)
     before = hooks_of(model), torch_state()
@@ -260,9 +255,7 @@ def test_a_stance_that_somebody_else_set_stays():
         assert torch_state()["stance"] == chosen
 
 
-@pytest.mark.parametrize(
-    ("has_optimizer", "count"), [(True, 70), pytest.param(False, 4100, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("has_optimizer", "count"), [(True, 70), (False, 4100)])
 def test_a_forgotten_monitor_stops_and_says_so_once(has_optimizer, count, caplog):
     before = torch_state()["stance"]
     model = layer()

@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 
 import pytest
+from tests.support.tables import rotated
 from transformers import AutoTokenizer, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
@@ -119,8 +120,7 @@ def outs(tmp_path_factory):
     return {kind: tmp_path_factory.mktemp("runs") for kind in (*PLACEBOS, *REFUSED)}
 
 
-@pytest.mark.parametrize("kind", PLACEBOS)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(("name", "kind"), rotated(TRAINED, PLACEBOS))
 def test_models_that_learned_nothing_earn_no_verdict(name, kind, sources, outs, monkeypatch):
     """By what they learned alone: all count as levelled off, and the reason is named."""
     monkeypatch.setattr(study, "train_planned", placebo(kind))
@@ -130,8 +130,7 @@ def test_models_that_learned_nothing_earn_no_verdict(name, kind, sources, outs, 
     assert any("not judged" in of and "better than a constant" in of for of in result.notes)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(("name", "kind"), rotated(TRAINED, REFUSED))
 def test_models_whose_blocks_do_nothing_earn_no_verdict(
     name, kind, sources, outs, tmp_path, monkeypatch
 ):

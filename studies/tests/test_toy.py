@@ -33,6 +33,7 @@ def test_a_recipe_leaves_its_files_and_keeps_its_runs(name, data, encoder, out):
     assert all(row["certified"] <= row["attacked"] for row in rows if "attacked" in row)
     bounded = [row for row in rows if "total" in row and row["model"].startswith("lipschitz")]
     assert all(row["total"] <= 1 for row in bounded)
-    trained = written(out)
-    reproduce(name, scale="toy", out=out, **options)
-    assert written(out) == trained
+    if RECIPES.get(name).power:
+        trained = written(out)
+        reproduce(name, scale="toy", out=out, **options)
+        assert written(out) == trained

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.instants import exits
+from tests.support.tables import WHOLE, pairs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,12 +29,7 @@ SETS = {
     "columns": {"to": "columns", "bound": 0.5},
     "logits": {"to": "logits", "bound": 0.01},
 }
-CASES = [
-    (to, optimizer, dtype)
-    for to in SETS
-    for optimizer in OPTIMIZERS
-    for dtype in (torch.float32, torch.bfloat16)
-]
+DTYPES = (torch.float32, torch.bfloat16)
 EXCEPTIONS = (KeyboardInterrupt, torch.OutOfMemoryError)
 pytestmark = [
     pytest.mark.slow,  # the whole table
@@ -247,22 +243,18 @@ def check_remove(case, injector, fraction):
 ACTS = {"attach": check_attach, "step": check_steps, "remove": check_remove}
 
 
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("case", CASES[::5], ids=str)
-def test_some_calls_may_raise(case, act):
-    ACTS[act](case, RaiseAtCall, 0.01 if act == "attach" else 0.1)
-
-
 FRACTIONS = {("attach", RaiseAtCall): 0.01, ("attach", RaiseAtLine): 0.01}
 FRACTIONS |= {("step", RaiseAtCall): 0.2, ("step", RaiseAtLine): 0.03}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("injector", [RaiseAtCall, RaiseAtLine])
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_calls_and_lines_may_raise(case, act, injector):
-    ACTS[act](case, injector, FRACTIONS.get((act, injector), 1.0))
+@pytest.mark.parametrize(
+    ("to", "optimizer", "dtype", "act", "injector"),
+    pairs(SETS, OPTIMIZERS, DTYPES, ACTS, (RaiseAtCall, RaiseAtLine)),
+    ids=str,
+)
+def test_calls_and_lines_may_raise(to, optimizer, dtype, act, injector):
+    fraction = FRACTIONS.get((act, injector), 1.0)
+    ACTS[act]((to, optimizer, dtype), injector, fraction)
 
 
 class Breaks(torch.optim.AdamW):
@@ -413,13 +405,12 @@ def test_warnings_that_are_errors_come_after_the_step():
     check_goes_on(trial, "warning")
 
 
-@pytest.mark.slow
 def test_half_a_state_of_a_first_step_is_dropped():
     """Torch makes a state entry by entry, and takes one that is not empty for a whole one."""
     trial = Trial("spectral", "adamw", torch.float32, is_attached=False)
     trial.attach()
     total = length_of_first_step()
-    for k in range(1, total + 1):
+    for k in points(total, 1.0 if WHOLE else 0.2):
         trial = Trial("spectral", "adamw", torch.float32, is_attached=False)
         trial.attach()
         with pytest.raises(torch.OutOfMemoryError), RaiseAtCall(k, torch.OutOfMemoryError):
@@ -435,9 +426,8 @@ def length_of_first_step():
     return -counted.left
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_signals_at_random_instants(to, dtype):
     trial = Trial(to, "adamw", dtype)
     generator = torch.Generator().manual_seed(0)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import transformers as hf
+from tests.support.tables import pairs
 from tests.support.zoo import ZOO, D, F, V
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.utils import checkpoint
@@ -216,24 +217,22 @@ COMPILED = {"compiled layers", "layer.compile", "compiled"}
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_verb_answers_as_without_the_wrapper(name, route):
+@pytest.mark.parametrize(("name", "route", "verb"), pairs(FAMILIES, ROUTES, VERBS))
+def test_every_verb_answers_as_without_the_wrapper(name, route, verb):
+    call = VERBS[verb]
     batch = batch_of(name)
-    for verb, call in VERBS.items():
-        plain, wrapped = pair(name, route)
-        expected = answer(call, plain, batch)
-        if verb == "logits" and route in COMPILED:
-            with pytest.raises(ConfigError, match="a compiled model does not run"):
-                call(wrapped, batch)
-            continue
-        received = answer(call, wrapped, batch)
-        if isinstance(expected, dict):
-            problem = functools.partial("{}: {}".format, verb)
-            near = {"rtol": 1e-4, "atol": 1e-6, "equal_nan": True, "msg": problem}
-            torch.testing.assert_close(received, expected, **near)
-        else:
-            assert received == expected, verb
+    plain, wrapped = pair(name, route)
+    expected = answer(call, plain, batch)
+    if verb == "logits" and route in COMPILED:
+        with pytest.raises(ConfigError, match="a compiled model does not run"):
+            call(wrapped, batch)
+        return
+
+    received = answer(call, wrapped, batch)
+    if isinstance(expected, dict):
+        torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+    else:
+        assert received == expected
 
 
 def answer(call, model, batch):

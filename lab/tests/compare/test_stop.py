@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from tests.support.films import write_films
+from tests.support.tables import rotated
 from tests.support.words import words as typed
 
 import wellposed_lab.report.aggregate
@@ -32,8 +33,9 @@ MOMENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "number"), rotated(MOMENTS, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+)
 def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys):
     module, name, ended = MOMENTS[moment]
     monkeypatch.chdir(tmp_path)
