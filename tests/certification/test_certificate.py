@@ -263,6 +263,7 @@ def test_the_dictionary_holds_plain_values_alone():
         "reason": "of no use",
         "weights": "",
         "options": "",
+        "form": "",
         "notes": ["a note", "another"],
     }
     assert [layer["path"] for layer in layers] == ["bodyguard", "c"]

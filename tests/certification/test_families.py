@@ -62,9 +62,10 @@ def test_rows_multiply_up(name, model, norm):
     ]
     assert layers or isinstance(model, nn.MultiheadAttention)
     for layer in layers:
-        assert layer.lipschitz == pytest.approx(of_a_layer(inside(rows, layer.path)), rel=1e-6), (
-            layer.path
-        )
+        product = of_a_layer(inside(rows, layer.path))
+        assert layer.lipschitz <= product * (1 + 1e-6), layer.path
+        if norm == "inf":
+            assert layer.lipschitz == pytest.approx(product, rel=1e-6), layer.path
         assert inside(rows, layer.path)[0].radius == layer.radius
     heads = [row.path for row in rows]
     expected = math.prod(

@@ -107,6 +107,8 @@ class Certificate:
     options: str = ""
     """SHA-256 of `wellposed.hooks.module_options`: plain attributes (``eps``), train mode if it
     matters, hooks; empty if there is no bound, and in certificates saved by 0.4."""
+    form: str = ""
+    """Which proved bound of the whole module was the smallest; empty in certificates before 0.5."""
     module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     """The certified module while it is alive; None in copies of the certificate."""
 
@@ -361,7 +363,10 @@ class Certificate:
 
     def _scope(self) -> str:
         scope = f"{self._span()}, mask {self.mask}, {self.domain}, {self.dtype}"
-        return "; ".join((scope, *self.notes))
+        # Certificates that were saved before 0.5 have no form.
+        form = getattr(self, "form", "")
+        chained = (form,) if "multipliers" in form else ()
+        return "; ".join((*chained, scope, *self.notes))
 
     def __str__(self) -> str:
         return self.table()

@@ -169,6 +169,7 @@ def certify(
         skip=builder.skip,
         cross_check=tried,
         reason=_explain(bound.lipschitz, rows),
+        form=bound.form,
         weights=weights_digest(module) if has_bound else "",
         options=options_digest(module) if has_bound else "",
         module=weakref.ref(module),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 
 from wellposed.certification._certificate import Label, worst_label
+from wellposed.certification.bounds import Link
 from wellposed.errors import ConfigError
+
+SKIP_INSIDE = " with the skip"
+"""Part of the form of a residual that is bounded as one map."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,15 @@ class LayerBound:
     """The part that changes the module's input in place; `certify` fills it in."""
     unproved: bool = False
     """Whether there is no bound only for want of a proof, so that a claim may supply one."""
+
+    links: tuple[Link, ...] | None = field(default=None, repr=False, compare=False)
+    """The map itself, if it is linear maps and activations of each token in sequence, so that
+    several in sequence, and a residual, get bounds below the product (B18, B19)."""
+
+    @property
+    def has_skip_inside(self) -> bool:
+        """Whether this is a residual that was bounded as one map."""
+        return self.form.startswith("multipliers") and SKIP_INSIDE in self.form
 
     def __post_init__(self) -> None:
         if math.isnan(self.lipschitz) or self.lipschitz < 0:
@@ -59,6 +72,16 @@ def composed(
         label = "certified"
     unproved = label == "uncertified" and all(part.unproved for part in without)
     return LayerBound(total, form, label, reason, out_radius, skip, unproved=unproved)
+
+
+def joined_links(parts: Sequence[LayerBound]) -> tuple[Link, ...] | None:
+    """Return the links of maps in sequence, or None if one of them has none."""
+    every: list[Link] = []
+    for part in parts:
+        if part.links is None:
+            return None
+        every += part.links
+    return tuple(every)
 
 
 def first_to_overwrite(parts: Sequence[LayerBound]) -> str:

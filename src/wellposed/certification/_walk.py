@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +22,16 @@ from wellposed.certification._as_called import (
 )
 from wellposed.certification._certificate import SEE, CertifiedLayer
 from wellposed.certification._layer_bound import (
+    SKIP_INSIDE,
     LayerBound,
     Refused,
     composed,
     first_to_overwrite,
+    joined_links,
     times,
 )
 from wellposed.certification._rules_by_class import IN_NORM_SUM, RULES, without_rule
+from wellposed.certification.bounds import Link, tightest_bound
 from wellposed.errors import ConfigError, is_about_resources
 from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
 
@@ -73,7 +77,7 @@ class CertificateBuilder:
         index = len(self.visits)
         self.visits.append(None)
         asked = (context.norm, context.seq_len, context.min_tokens, context.given_mask)
-        key = (id(module), (*asked, context.radius))
+        key = (id(module), (*asked, context.radius, context.is_branch))
         known = self.memory.get(key)
         bound = self._answer(module, context, index) if known is None else known[1]
         if changes_input(module) and not bound.overwrites:
@@ -168,6 +172,8 @@ class RuleContext:
     """The widest floating type among the weights of the whole module; float64 if it has none."""
     builder: CertificateBuilder = field(default_factory=CertificateBuilder, repr=False)
     """The certificate that this context writes to."""
+    is_branch: bool = False
+    """Whether a residual around the module will bound it together with its skip."""
 
     @property
     def mask(self) -> MaskKind:
@@ -249,12 +255,49 @@ class RuleContext:
         skip = math.prod(part.skip for part in bounds)
         out_radius = bounds[-1].out_radius if bounds else self.radius
         self.builder.overwriting.difference_update(part.overwrites for part in bounds)
-        product = composed(total, "product of the parts", bounds, out_radius, skip)
+        form = "product of the parts"
+        inside = [f"{part.lipschitz:.4g} by {part.form}" for part in bounds if part.has_skip_inside]
+        form += f": {', '.join(inside)}" if inside else ""
+        links = joined_links(bounds)
+        if not (self.is_branch and links is not None):
+            total, form = self._below_the_product(bounds, total, form)
         return replace(
-            product,
+            composed(total, form, bounds, out_radius, skip),
             fresh=any(part.fresh for part in bounds),
             overwrites=first_to_overwrite(bounds),
+            links=links,
         )
+
+    def _below_the_product(
+        self, bounds: Sequence[LayerBound], total: float, form: str
+    ) -> tuple[float, str]:
+        """Return a smaller total, and its form, if runs of linear maps and activations have one."""
+        factors = []
+        forms = []
+        for has_links, run in groupby(bounds, key=lambda part: part.links is not None):
+            parts = list(run)
+            product = times(*(part.lipschitz for part in parts))
+            bound, proved_form = self.tightest(joined_links(parts)) if has_links else (math.inf, "")
+            factors.append(min(product, bound))
+            forms += [proved_form] if bound < product else []
+        smaller = times(*factors)
+        if not forms or not smaller < total:
+            return total, form
+        return smaller, forms[0] if len(factors) == 1 else f"{form}, {forms[0]}"
+
+    def tightest(
+        self, links: Sequence[Link] | None, skip: float = 0.0, scale: float = 1.0
+    ) -> tuple[float, str]:
+        """Return a bound of ``skip x + scale f(x)`` by multipliers, f being ``links``, and its form;
+        infinite in norm inf, and if there is none. Computed once for the same links."""
+        if links is None or self.norm == "inf":
+            return math.inf, ""
+        key = (0, (skip, scale, *map(id, links)))
+        memory = self.builder.memory
+        if key not in memory:
+            # The links stay referenced, so their ids are not reused during this call.
+            memory[key] = (tuple(links), tightest_bound(links, skip, scale))
+        return memory[key][1]
 
     def residual(self, branch: LayerBound, skip: float = 1.0, scale: float = 1.0) -> LayerBound:
         """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``. A branch
@@ -262,11 +305,23 @@ class RuleContext:
         self.builder.overwriting.discard(branch.overwrites)
         if branch.overwrites:
             return self.refuse(overwritten(branch.overwrites))
-        total = abs(skip) + times(abs(scale), branch.lipschitz)
+        within = branch.lipschitz
+        inside = (math.inf, "")
+        # In norm sum, the skip is known apart for words (B14).
+        if self.norm != "sum" and scale:
+            inside = self.tightest(branch.links, skip, scale)
+        if math.isinf(inside[0]):
+            within = min(within, self.tightest(branch.links)[0])
+        total = abs(skip) + times(abs(scale), within)
         out_radius = times(abs(skip), self.radius) + times(abs(scale), branch.out_radius)
         parts = [LayerBound(1.0, "identity"), branch]
         form = f"|{skip:g}| + |{scale:.4g}| L(branch)"
-        return replace(composed(total, form, parts, out_radius, max(skip, 0.0)), fresh=True)
+        apart = max(skip, 0.0)
+        if inside[0] < total:
+            # The rest without the skip may be steeper than the difference of the two bounds.
+            total, apart = inside[0], 0.0
+            form = f"{inside[1]}{SKIP_INSIDE}"
+        return replace(composed(total, form, parts, out_radius, apart), fresh=True)
 
     def sublayer(
         self,
@@ -278,11 +333,13 @@ class RuleContext:
     ) -> LayerBound:
         """Return the bound of ``x -> N_after(a x + b f(N_before(x)))``; both norms are optional."""
         inside = self.chain([before] if before else [])
-        inner = self.product([inside, branch(self.at_radius(inside.out_radius))])
+        within = replace(self, radius=inside.out_radius, is_branch=True)
+        inner = within.product([inside, branch(within)])
         joined = self.residual(inner, *coefficients)
         if after is None:
             return joined
-        return self.product([joined, self.child(after[1], after[0], radius=joined.out_radius)])
+        normed = self.product([joined, self.child(after[1], after[0], radius=joined.out_radius)])
+        return replace(normed, form=f"{joined.form}, then the norm")
 
     def layer(self, owner: nn.Module, *branches: tuple[str, Branch], before: bool) -> LayerBound:
         """Return the bound of residual sublayers, each with the path of its norm: first, or last."""

@@ -2,6 +2,8 @@ from wellposed.call_checks import explain_failures_of
 from wellposed.linalg._cap import SpectralCap as SpectralCap
 from wellposed.linalg._cap import cap_spectral_norm_ as cap_spectral_norm_
 from wellposed.linalg._cap import cap_spectral_norms_ as cap_spectral_norms_
+from wellposed.linalg._definite import block_factor as block_factor
+from wellposed.linalg._definite import proves_definite as proves_definite
 from wellposed.linalg._deflation import Deflation as Deflation
 from wellposed.linalg._deflation import can_deflate as can_deflate
 from wellposed.linalg._deflation import deflate_ as deflate_

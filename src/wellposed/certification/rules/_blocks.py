@@ -18,7 +18,8 @@ from wellposed.certification._as_called import (
 from wellposed.certification._layer_bound import LayerBound, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
-from wellposed.certification.rules._torch_layers import GELU, function_bound
+from wellposed.certification.bounds import Slopes
+from wellposed.certification.rules._torch_layers import GELU_SLOPES, function_bound
 from wellposed.nn import (
     Block,
     DynamicTanh,
@@ -83,7 +84,7 @@ def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
 
 
 # torch's fused kernel of eval mode uses this flag of the layer, not its activation.
-_FUSED_SLOPES = {0: 0.0, 1: 1.0, 2: GELU}
+_FUSED_SLOPES = {1: (0.0, 1.0), 2: GELU_SLOPES}
 # The kernel reads weights and calls no part; for these classes that makes no difference.
 _FUSED_PARTS = {
     "self_attn": (nn.MultiheadAttention,), "linear": (nn.Linear, OrthogonalLinear),
@@ -113,12 +114,25 @@ def _encoder_layer(module: nn.TransformerEncoderLayer, context: RuleContext) -> 
 
 def _feedforward(module: nn.TransformerEncoderLayer, context: RuleContext) -> LayerBound:
     up = context.child(module.linear1, "linear1")
-    fused = _FUSED_SLOPES[module.activation_relu_or_gelu]
     inner = function_bound(module.activation, context.at_radius(up.out_radius))
-    ball = max(inner.out_radius, times(fused, up.out_radius))
-    inner = replace(inner, lipschitz=max(inner.lipschitz, fused), out_radius=ball)
-    rest = context.at_radius(ball).chain_of(module, "dropout linear2 dropout2")
+    inner = _either(inner, _FUSED_SLOPES.get(module.activation_relu_or_gelu), up.out_radius)
+    rest = context.at_radius(inner.out_radius).chain_of(module, "dropout linear2 dropout2")
     return context.product([up, inner, rest])
+
+
+def _either(inner: LayerBound, fused: tuple[float, float] | None, radius: float) -> LayerBound:
+    """Bound the layer's activation and that of the fused kernel, of which one runs."""
+    if fused is None:
+        return inner
+    steepest = max(inner.lipschitz, *map(abs, fused))
+    ball = max(inner.out_radius, times(max(map(abs, fused)), radius))
+    links = None
+    match inner.links:
+        case (Slopes(low=float(low), high=float(high)),):
+            links = (Slopes(min(low, fused[0]), max(high, fused[1])),)
+        case ():
+            links = (Slopes(min(1.0, fused[0]), max(1.0, fused[1])),)
+    return replace(inner, lipschitz=steepest, out_radius=ball, links=links)
 
 
 @register_rule(nn.TransformerEncoder)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wellposed.certification._layer_bound import LayerBound, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
+from wellposed.certification.bounds import Slopes, SortedPairs
 from wellposed.certification.rules._torch_layers import function_bound, identity, linear, norm
 from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
@@ -72,7 +73,10 @@ def _dynamic_tanh(module: DynamicTanh, context: RuleContext) -> LayerBound:
     slope = float(gamma.abs().max() * alpha.abs())
     radius = min(times(slope, context.radius), float(gamma.norm())) + float(beta.norm())
     radius *= 1 + 1e-6
-    return LayerBound(slope, "max|gamma alpha|", "exact", out_radius=radius, fresh=True)
+    steep = gamma * alpha
+    links = (Slopes(steep.clamp_max(0) * (1 + 1e-15), steep.clamp_min(0) * (1 + 1e-15)),)
+    form = "max|gamma alpha|"
+    return LayerBound(slope, form, "exact", out_radius=radius, fresh=True, links=links)
 
 
 @register_rule(DynamicErf, sums=True)
@@ -110,7 +114,8 @@ def _ball_projection(module: BallProjection, context: RuleContext) -> LayerBound
 @register_rule(MaxMin, sums=True)
 def _maxmin(_module: MaxMin, context: RuleContext) -> LayerBound:
     form = "a permutation almost everywhere"
-    return LayerBound(1.0, form, "exact", out_radius=context.radius, fresh=True)
+    links = (SortedPairs(),)
+    return LayerBound(1.0, form, "exact", out_radius=context.radius, fresh=True, links=links)
 
 
 @register_rule(MaxMinFeedForward, sums=True)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from wellposed.certification._layer_bound import LayerBound, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
+from wellposed.certification.bounds import Matrix, Slopes
 from wellposed.linalg import TokenNorm
 from wellposed.nn import unit_gelu
 
@@ -22,11 +23,20 @@ SILU = 1.099840
 MISH = 1.088499
 HARDSWISH = 1.5
 SELU = 1.7580993408473768
+# Smallest and largest slopes. Those of GELU and SiLU at x and -x add up to 1, so 1 - the largest is
+# the smallest; that of Mish is at the other zero of g'', rounded down.
+GELU_SLOPES = (-0.128905, GELU)
+GELU_TANH_SLOPES = (-0.128994, GELU_TANH)
+SILU_SLOPES = (-0.099840, SILU)
+MISH_SLOPES = (-0.112527, MISH)
+HARDSWISH_SLOPES = (-0.5, HARDSWISH)
+UNIT_GELU_SLOPES = (-0.114186, 1.0)
 
-_FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
-    F.relu: 1.0, torch.relu: 1.0, F.gelu: GELU, F.silu: SILU, F.mish: MISH, F.hardswish: HARDSWISH, F.selu: SELU,
-    F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25,
-    F.leaky_relu: 1.0, F.relu6: 1.0, unit_gelu: 1.0,
+_FUNCTION_SLOPES: dict[Callable[..., Tensor], tuple[float, float]] = {
+    F.relu: (0.0, 1.0), torch.relu: (0.0, 1.0), F.gelu: GELU_SLOPES, F.silu: SILU_SLOPES, F.mish: MISH_SLOPES,
+    F.hardswish: HARDSWISH_SLOPES, F.selu: (0.0, SELU), F.elu: (0.0, 1.0), torch.tanh: (0.0, 1.0), F.tanh: (0.0, 1.0),
+    torch.sigmoid: (0.0, 0.25), F.sigmoid: (0.0, 0.25), F.leaky_relu: (0.01, 1.0), F.relu6: (0.0, 1.0),
+    unit_gelu: UNIT_GELU_SLOPES,
 }  # fmt: skip
 # |g(x)| <= slope |x| is true only if g(0) = 0.
 _NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)
@@ -36,15 +46,25 @@ def function_bound(activation: Callable[..., Tensor], context: RuleContext) -> L
     """Bound a scalar nonlinearity, given as a function, by its largest slope in any norm."""
     if isinstance(activation, nn.Module):
         return context.child(activation, "activation")
-    slope = _FUNCTION_SLOPES.get(activation)
-    if slope is None:
+    slopes = _FUNCTION_SLOPES.get(activation)
+    if slopes is None:
         name = getattr(activation, "__name__", repr(activation))
         return context.refuse(
             f"the largest slope of the activation {name} is unknown; use a torch.nn activation module",
             unproved=True,
         )
-    radius = math.inf if activation in _NOT_ZERO_AT_ZERO else slope * context.radius
-    return LayerBound(slope, "largest slope", "exact", out_radius=radius, fresh=True)
+    return _by_slopes(slopes, context, zero_at_zero=activation not in _NOT_ZERO_AT_ZERO)
+
+
+def _by_slopes(
+    slopes: tuple[float, float], context: RuleContext, *, zero_at_zero: bool
+) -> LayerBound:
+    """Bound a nonlinearity of each entry by its smallest and its largest slope."""
+    steepest = max(abs(slope) for slope in slopes)
+    radius = times(steepest, context.radius) if zero_at_zero else math.inf
+    return LayerBound(
+        steepest, "largest slope", "exact", out_radius=radius, fresh=True, links=(Slopes(*slopes),)
+    )
 
 
 def layer_norm_bound(
@@ -90,7 +110,9 @@ def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
     radius = times(spread, context.radius) + shift
     form = "largest absolute row sum" if context.norm == "inf" else "largest singular value"
     bound = context.operator_norm(weight)
-    return LayerBound(bound, form, "exact", out_radius=radius, fresh=True)
+    known = math.inf if context.norm == "inf" else bound
+    links = (Matrix(weight.detach(), known),)
+    return LayerBound(bound, form, "exact", out_radius=radius, fresh=True, links=links)
 
 
 @register_rule(nn.Flatten)
@@ -102,53 +124,69 @@ def _flatten(_module: nn.Flatten, context: RuleContext) -> LayerBound:
 
 @register_rule(nn.Identity, sums=True)
 def identity(_module: nn.Module, context: RuleContext) -> LayerBound:
-    return LayerBound(1.0, "identity", "exact", out_radius=context.radius, skip=1.0)
+    return LayerBound(1.0, "identity", "exact", out_radius=context.radius, skip=1.0, links=())
 
 
 @register_rule(nn.Dropout, sums=True)
 def _dropout(module: nn.Dropout, context: RuleContext) -> LayerBound:
     if not module.training or module.p == 0.0:
         form = "identity in eval mode"
-        return LayerBound(1.0, form, "exact", out_radius=context.radius, skip=1.0)
+        return LayerBound(1.0, form, "exact", out_radius=context.radius, skip=1.0, links=())
     scale = math.inf if module.p >= 1.0 else 1 / (1 - module.p)
     form = "1/(1 - p) for a fixed mask in train mode"
-    return LayerBound(scale, form, out_radius=times(scale, context.radius), fresh=True)
+    links = (Slopes(0.0, scale),) if math.isfinite(scale) else None
+    radius = times(scale, context.radius)
+    return LayerBound(scale, form, out_radius=radius, fresh=True, links=links)
+
+
+Ends = tuple[float, float]
 
 
 def slope_rule(
     module_type: type[nn.Module],
-    slope: float | Callable[[nn.Module], float],
+    slopes: Ends | Callable[[nn.Module], Ends],
     *,
     zero_at_zero: bool = True,
 ) -> None:
-    """Register the rule of a scalar nonlinearity by its largest slope."""
+    """Register the rule of a scalar nonlinearity by its smallest and its largest slope."""
 
     @register_rule(module_type, sums=True)
     def _activation(module: nn.Module, context: RuleContext) -> LayerBound:
-        largest = slope(module) if callable(slope) else slope
-        radius = times(largest, context.radius) if zero_at_zero else math.inf
-        return LayerBound(largest, "largest slope", "exact", out_radius=radius, fresh=True)
+        ends = slopes(module) if callable(slopes) else slopes
+        return _by_slopes(ends, context, zero_at_zero=zero_at_zero)
 
 
-def _at_least_one(module: nn.Module, attribute: str) -> float:
-    return max(1.0, float(torch.as_tensor(getattr(module, attribute)).abs().max()))
+def _with_one(module: nn.Module, attribute: str) -> Ends:
+    """Return the slopes of a map of slope 1 above zero and of the attribute's below."""
+    below = torch.as_tensor(getattr(module, attribute)).detach().double()
+    return min(1.0, float(below.min())), max(1.0, float(below.max()))
 
 
-for _type, _largest in (
-    (nn.ReLU, 1.0), (nn.ReLU6, 1.0), (nn.Tanh, 1.0), (nn.Softsign, 1.0), (nn.Softshrink, 1.0), (nn.Tanhshrink, 1.0),
-    (nn.SiLU, SILU), (nn.Mish, MISH), (nn.Hardswish, HARDSWISH), (nn.SELU, SELU),
+def _elu_slopes(module: nn.Module) -> Ends:
+    alpha = float(getattr(module, "alpha"))  # noqa: B009
+    return min(0.0, alpha), max(1.0, alpha)
+
+
+for _type, _ends in (
+    (nn.ReLU, (0.0, 1.0)), (nn.ReLU6, (0.0, 1.0)), (nn.Tanh, (0.0, 1.0)), (nn.Softsign, (0.0, 1.0)),
+    (nn.Softshrink, (0.0, 1.0)), (nn.Tanhshrink, (0.0, 1.0)), (nn.SiLU, SILU_SLOPES), (nn.Mish, MISH_SLOPES),
+    (nn.Hardswish, HARDSWISH_SLOPES), (nn.SELU, (0.0, SELU)),
 ):  # fmt: skip
-    slope_rule(_type, _largest)
-for _type, _largest in (
-    (nn.Sigmoid, 0.25), (nn.LogSigmoid, 1.0), (nn.Hardsigmoid, 1 / 6), (nn.Hardtanh, 1.0),
+    slope_rule(_type, _ends)
+for _type, _ends in (
+    (nn.Sigmoid, (0.0, 0.25)), (nn.LogSigmoid, (0.0, 1.0)), (nn.Hardsigmoid, (0.0, 1 / 6)),
+    (nn.Hardtanh, (0.0, 1.0)),
 ):  # fmt: skip
-    slope_rule(_type, _largest, zero_at_zero=False)
+    slope_rule(_type, _ends, zero_at_zero=False)
 slope_rule(
-    nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU
+    nn.GELU,
+    lambda module: (
+        GELU_TANH_SLOPES if getattr(module, "approximate", "none") == "tanh" else GELU_SLOPES
+    ),
 )
-slope_rule(nn.ELU, lambda module: _at_least_one(module, "alpha"))
-slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope"))
-slope_rule(nn.PReLU, lambda module: _at_least_one(module, "weight"))
+slope_rule(nn.ELU, _elu_slopes)
+slope_rule(nn.LeakyReLU, lambda module: _with_one(module, "negative_slope"))
+slope_rule(nn.PReLU, lambda module: _with_one(module, "weight"))
 
 
 @register_rule(nn.Softplus)
@@ -164,7 +202,7 @@ def _softplus(module: nn.Softplus, context: RuleContext) -> LayerBound:
             " so it has no Lipschitz constant; build it with threshold=40, which makes the jump"
             " smaller than the rounding of every dtype"
         )
-    return LayerBound(1.0, "largest slope", fresh=True)
+    return LayerBound(1.0, "largest slope", fresh=True, links=(Slopes(0.0, 1.0),))
 
 
 @register_rule(nn.LayerNorm)

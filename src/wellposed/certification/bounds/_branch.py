@@ -1,0 +1,217 @@
+"""Bounds of ``x -> s x + c W_2 phi(W_1 x)`` by one multiplier a hidden unit (theory note B18).
+
+With phi = mid + half r, the slopes of r in [-1, 1], the map is ``G x + B r(C x)``. For every
+diagonal T > 0, ``|f(x) - f(y)|^2 <= rho |x - y|^2`` if ``[[rho I - C'TC, G'], [G, I - B T^-1 B']]``
+is positive definite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wellposed.certification.bounds._network import UNDERFLOW, Network
+from wellposed.certification.bounds._search import Ascent, smallest_proved, top_weights
+from wellposed.errors import ConfigError
+from wellposed.linalg import proves_definite
+
+UNIT = torch.finfo(torch.float64).eps / 2
+_MORE_TERMS = 8
+# Factors of the smallest multiplier that are tried first.
+_FACTORS = (0.05, 0.12, 0.3, 0.6, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0, 1e3, 1e4)
+_WORK = 2e9
+"""Multiply-adds that a search may take for one layer; wide layers get fewer steps."""
+_STEPS = 50
+
+
+@dataclass(frozen=True, eq=False)
+class _Maps:
+    """Stacks of G, B, C of maps of one shape."""
+
+    straight: Tensor
+    out: Tensor
+    into: Tensor
+    excess: Tensor
+    """What rounding of the three adds to the bound."""
+
+
+def branch_bound(
+    networks: Sequence[Network],
+    skips: Sequence[float],
+    scales: Sequence[float],
+    *,
+    multipliers: Tensor | None = None,
+) -> list[float]:
+    """Return upper bounds of the Lipschitz constants of ``s x + c W_2 phi(W_1 x)``, in the 2-norm.
+
+    Status: certified, rounding included; infinite if no bound is proved. Source: one S-procedure
+    step, as LipSDP-Neuron (Fazlyab et al. 2019) for one hidden layer; theory note B18.
+
+    Args:
+        networks: Networks of one hidden layer, all of the same shapes.
+        skips: s of each; other than 0 only if outputs are as wide as inputs.
+        scales: c of each.
+        multipliers: (count, hidden), positive; a search proposes them by default. Whatever they
+            are, the result is a bound.
+
+    Raises:
+        ConfigError: a multiplier is not a positive finite number.
+
+    Cost: some products of the weights and eigenvalues of the width, in float64 on the CPU.
+
+    >>> from wellposed.certification.bounds import Matrix, Slopes, network_of
+    >>> eye = Matrix(torch.eye(2))
+    >>> round(branch_bound([network_of([eye, Slopes(0, 1), eye])], [1.0], [1.0])[0], 6)
+    2.0
+    """
+    if not all(network.is_usual for network in networks):
+        return [math.inf] * len(networks)
+    maps = _maps(networks, skips, scales)
+    if multipliers is not None:
+        _check(multipliers, maps)
+        roots = multipliers.to(torch.float64).sqrt()
+    else:
+        roots = _proposed(maps).sqrt()
+    bounds = _proved(maps, roots)
+    return [float(bound) for bound in bounds + maps.excess]
+
+
+def _check(multipliers: Tensor, maps: _Maps) -> None:
+    expected = (len(maps.into), maps.into.shape[-2])
+    if tuple(multipliers.shape) != expected:
+        raise ConfigError(
+            f"branch_bound: expected multipliers {expected}, received {tuple(multipliers.shape)}"
+        )
+    wrong = ~(torch.isfinite(multipliers) & (multipliers > 0))
+    if bool(wrong.any()):
+        raise ConfigError(
+            f"branch_bound: {int(wrong.sum())} of {multipliers.numel()} multipliers are not positive"
+            " finite numbers, and a proof needs T > 0; leave multipliers out to search for them"
+        )
+
+
+def _maps(networks: Sequence[Network], skips: Sequence[float], scales: Sequence[float]) -> _Maps:
+    parts = [_parts(*each) for each in zip(networks, skips, scales, strict=True)]
+    straight, out, into = (torch.stack([part[place] for part in parts]) for place in range(3))
+    excess = torch.tensor([part[3] for part in parts], dtype=torch.float64)
+    # A unit whose slope is known (half = 0) is part of G alone.
+    live = (out.abs().amax((0, -2)) > 0) & (into.abs().amax((0, -1)) > 0)
+    return _Maps(straight, out[..., live], into[:, live], excess)
+
+
+def _parts(network: Network, skip: float, scale: float) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return G, B, C and what rounding of them adds to the bound."""
+    first, last = network.weights
+    ((mid, half),) = network.slopes
+    straight = scale * ((last * mid) @ first)
+    out = scale * (last * half)
+    sizes = float((last * mid).norm()) * float(first.norm())
+    lost = abs(scale) * (len(mid) + _MORE_TERMS) * sizes
+    lost += 4 * float(straight.norm()) + 4 * float(out.norm()) * float(first.norm())
+    if skip:
+        straight = straight + skip * torch.eye(len(straight), dtype=torch.float64)
+        lost += 2 * float(straight.norm())
+    excess = 1.01 * UNIT * lost + UNDERFLOW + abs(scale) * network.excess
+    return straight, out, first, excess
+
+
+def _proposed(maps: _Maps) -> Tensor:
+    """Return multipliers by two rays, then by gradient steps on their logarithms."""
+    rows = maps.into.norm(dim=-1)
+    columns = maps.out.norm(dim=-2)
+    balanced = _above(columns) / _above(rows)
+    rays = [_best_on_ray(maps, base) for base in (balanced, torch.ones_like(balanced))]
+    first, second = rays
+    is_second = second[0] < first[0]
+    start = torch.where(is_second[..., None], second[1], first[1])
+    width, hidden = maps.straight.shape[-1], maps.into.shape[-2]
+    step = hidden * (width**2 + len(maps.straight[0]) ** 2) + 10 * width**3
+    steps = min(_STEPS, int(_WORK / max(step, 1)))
+    if steps < 1 or not hidden:
+        return start
+    ascent = Ascent(start.log(), torch.minimum(first[0], second[0]))
+    for _ in range(steps):
+        ascent.step(*_value_and_gradient(maps, ascent.point.exp(), ascent.temperature))
+        if ascent.stalls():
+            break
+    return ascent.best.exp()
+
+
+def _above(sizes: Tensor) -> Tensor:
+    """Raise sizes that are small beside the largest, which are divided by."""
+    if not sizes.shape[-1]:
+        return sizes
+    return sizes.clamp_min(1e-6 * sizes.amax(-1, keepdim=True)).clamp_min(1e-300)
+
+
+def _best_on_ray(maps: _Maps, base: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest rho, and T, of the multiples of ``base``."""
+    values, vectors = torch.linalg.eigh((maps.out / base[..., None, :]) @ maps.out.mT)
+    turned = vectors.mT @ maps.straight
+    gram = (maps.into.mT * base[..., None, :]) @ maps.into
+    smallest = values[..., -1].clamp_min(1e-300)
+    tried = []
+    for factor in _FACTORS:
+        size = smallest * (1 + factor)
+        rest = 1 - values / size[..., None]
+        matrix = size[..., None, None] * gram + (turned.mT / rest[..., None, :]) @ turned
+        tried.append((torch.linalg.eigvalsh(matrix)[..., -1], size))
+    values = torch.stack([value for value, _ in tried])
+    sizes = torch.stack([size for _, size in tried])
+    chosen = values.argmin(0, keepdim=True)
+    return values.gather(0, chosen)[0], base * sizes.gather(0, chosen)[0][..., None]
+
+
+def _value_and_gradient(
+    maps: _Maps, multipliers: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return rho (infinite if T is too small) and the gradient of its logarithm by log T."""
+    straight, out, into = maps.straight, maps.out, maps.into
+    room = -(out / multipliers[..., None, :]) @ out.mT
+    room.diagonal(dim1=-2, dim2=-1).add_(1)
+    factor, info = torch.linalg.cholesky_ex(room)
+    fails = (info != 0)[..., None, None]
+    factor = torch.where(fails, torch.eye(factor.shape[-1], dtype=factor.dtype), factor)
+    half = torch.linalg.solve_triangular(factor, straight, upper=False)
+    matrix = (into.mT * multipliers[..., None, :]) @ into + half.mT @ half
+    values, vectors, weights = top_weights(matrix, temperature)
+    seen = torch.cholesky_solve(straight @ vectors, factor)
+    change = (into @ vectors).square() * multipliers[..., None]
+    change = change - (out.mT @ seen).square() / multipliers[..., None]
+    gradient = (change * weights[..., None, :]).sum(-1) / values[..., None]
+    return torch.where(fails[..., 0, 0], math.inf, values), gradient
+
+
+def _proved(maps: _Maps, roots: Tensor) -> Tensor:
+    """Return the smallest bounds that the proof accepts, T being the squares of ``roots``."""
+    straight, out, into = maps.straight, maps.out, maps.into
+    inner = into * roots[..., :, None]
+    outer = out / roots[..., None, :]
+    gram = inner.mT @ inner
+    room = -(outer @ outer.mT)
+    room.diagonal(dim1=-2, dim2=-1).add_(1)
+    terms = into.shape[-2] + _MORE_TERMS
+    sizes = (inner.square().sum(-2), outer.square().sum(-1))
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype)
+
+    def proves(squares: Tensor) -> Tensor:
+        blocks = {
+            (0, 0): squares[:, None, None] * identity - gram,
+            (1, 0): straight,
+            (1, 1): room,
+        }
+        errors = [
+            (UNIT * (2 * terms * sizes[0] + 4 * squares[:, None])).sqrt(),
+            (UNIT * (2 * terms * sizes[1] + 4)).sqrt(),
+        ]
+        return proves_definite(blocks, errors)
+
+    factor, info = torch.linalg.cholesky_ex(room)
+    half = torch.linalg.solve_triangular(factor, straight, upper=False)
+    guess = torch.linalg.eigvalsh(gram + half.mT @ half)[..., -1]
+    usable = (info == 0) & guess.isfinite()
+    return smallest_proved(torch.where(usable, guess, math.nan), proves)

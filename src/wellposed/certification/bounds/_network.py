@@ -1,0 +1,240 @@
+"""Linear maps and activations in sequence, as the proofs with multipliers read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from wellposed.errors import ConfigError
+
+UNIT = torch.finfo(torch.float64).eps / 2
+# Roundings of a sum beyond one for each term.
+_MORE_TERMS = 8
+_LARGEST = 1e60
+"""Sums of absolute weights above it, or below its inverse, have products of norms alone."""
+UNDERFLOW = 1e-250
+"""More than the sum of products too small for float64."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A linear map ``x -> W x`` of each token."""
+
+    weight: Tensor
+    """``(out, in)``, in any floating dtype; the bound is of the stored values."""
+    norm: float = math.inf
+    """An upper bound of its largest singular value, if one is known."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """A nonlinearity of each entry, every slope of which lies between ``low`` and ``high``."""
+
+    low: float | Tensor
+    """One number, or one an entry."""
+    high: float | Tensor
+
+    def __post_init__(self) -> None:
+        low, high = (torch.as_tensor(end, dtype=torch.float64) for end in (self.low, self.high))
+        if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
+            raise ConfigError(
+                f"slopes: expected finite numbers low <= high, received low={self.low},"
+                f" high={self.high}; without known slopes use the product of norms"
+            )
+
+
+@dataclass(frozen=True)
+class SortedPairs:
+    """MaxMin: entry i and its partner i + D/2 become the larger and the smaller of the two."""
+
+
+Link: TypeAlias = Matrix | Slopes | SortedPairs
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """``x -> W_n phi_(n-1)(... phi_1(W_1 x))``, up to biases, and what rounding may add to its bound.
+
+    The slopes of entry j of phi_i lie in ``[mid_j - half_j, mid_j + half_j]``.
+    """
+
+    weights: tuple[Tensor, ...]
+    """Float64 ``(d_i, d_(i-1))``."""
+    slopes: tuple[tuple[Tensor, Tensor], ...]
+    """``mid`` and ``half``, each ``(d_i,)``."""
+    excess: float
+    """By how much a bound of this network must grow to be one of the links."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether all weights are finite and of sizes whose products are ordinary numbers."""
+        return self.excess < _LARGEST and all(map(_has_usual_size, self.weights))
+
+
+def network_of(links: Sequence[Link]) -> Network | None:
+    """Return the network of some links, or None if it has fewer than two linear maps.
+
+    Sorted pairs are an absolute value of half the difference, next to half the sum. Consecutive
+    linear maps are multiplied. Rounding of both is counted in `Network.excess`.
+    """
+    if sum(isinstance(link, Matrix) for link in links) < 2:
+        return None
+    builder = _Builder()
+    try:
+        for link in links:
+            if isinstance(link, Matrix):
+                builder.add_matrix(link)
+            else:
+                builder.add_activation(link, links)
+        return builder.network()
+    except _NoNetwork:
+        return None
+
+
+class _NoNetwork(Exception):  # noqa: N818 (an answer, no fault)
+    """Raised for sorted pairs next to another activation or at an end, and for extreme weights."""
+
+
+class _Builder:
+    """Collects the links of a network."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.slopes: list[tuple[Tensor, Tensor]] = []
+        self.errors: list[float] = []
+        self.after_pairs = False
+
+    def add_matrix(self, link: Matrix) -> None:
+        """Add a linear map, or multiply the last one by it."""
+        weight = link.weight.detach().to("cpu", torch.float64)
+        if not _has_usual_size(weight):
+            raise _NoNetwork
+        error = 0.0
+        if self.after_pairs:
+            weight, error = _unpaired(weight)
+            self.after_pairs = False
+        if len(self.weights) > len(self.slopes):
+            before, before_error = self.weights.pop(), self.errors.pop()
+            error = _product_error(weight, before, error, before_error)
+            weight = weight @ before
+        self.weights.append(weight)
+        self.errors.append(error)
+
+    def add_activation(self, link: Slopes | SortedPairs, links: Sequence[Link]) -> None:
+        """Add an activation: after a linear map, after another activation, or at the start."""
+        follows_another = len(self.weights) == len(self.slopes)
+        if follows_another and (self.after_pairs or isinstance(link, SortedPairs)):
+            raise _NoNetwork
+        if follows_another and self.weights:
+            self.slopes[-1] = _after(self.slopes[-1], link)
+            return
+        if follows_another:
+            self._add_identity(_first_width(links))
+        if isinstance(link, SortedPairs):
+            self._add_pairs()
+        else:
+            self.slopes.append(_ends(link, len(self.weights[-1])))
+
+    def network(self) -> Network:
+        """Return the network; an activation at the end is followed by the identity."""
+        if len(self.weights) == len(self.slopes):
+            if self.after_pairs:
+                raise _NoNetwork
+            self._add_identity(len(self.weights[-1]))
+        excess = _excess(self.weights, self.slopes, self.errors)
+        return Network(tuple(self.weights), tuple(self.slopes), excess)
+
+    def _add_identity(self, width: int) -> None:
+        self.weights.append(torch.eye(width, dtype=torch.float64))
+        self.errors.append(0.0)
+
+    def _add_pairs(self) -> None:
+        """Add the slopes of half the sums, which are 1, and of half the differences."""
+        self.weights[-1], added = _paired(self.weights[-1])
+        self.errors[-1] += added
+        half = len(self.weights[-1]) // 2
+        one = torch.ones(half, dtype=torch.float64)
+        self.slopes.append((torch.cat((one, 0 * one)), torch.cat((0 * one, one))))
+        self.after_pairs = True
+
+
+def _has_usual_size(weight: Tensor) -> bool:
+    size = float(weight.abs().sum())
+    return size == 0 or 1 / _LARGEST < size < _LARGEST
+
+
+def _first_width(links: Sequence[Link]) -> int:
+    first = next(link for link in links if isinstance(link, Matrix))
+    return first.weight.shape[1]
+
+
+def _ends(link: Slopes, width: int) -> tuple[Tensor, Tensor]:
+    """Return the middle and half the length of an interval that contains all slopes."""
+    low, high = (
+        torch.as_tensor(end).detach().to("cpu", torch.float64).expand(width)
+        for end in (link.low, link.high)
+    )
+    mid = (low + high) / 2
+    return mid, torch.maximum(high - mid, mid - low) * (1 + 4 * UNIT)
+
+
+def _after(first: tuple[Tensor, Tensor], second: Slopes | SortedPairs) -> tuple[Tensor, Tensor]:
+    """Return the slopes of two activations in sequence: products of the ends of both intervals."""
+    assert isinstance(second, Slopes)
+    mid, half = first
+    other_mid, other_half = _ends(second, len(mid))
+    ends = [
+        (mid + sign * half) * (other_mid + other * other_half)
+        for sign in (-1, 1)
+        for other in (-1, 1)
+    ]
+    stacked = torch.stack(ends)
+    low, high = stacked.amin(0), stacked.amax(0)
+    middle = (low + high) / 2
+    size = stacked.abs().amax(0)
+    return middle, torch.maximum(high - middle, middle - low) + 16 * UNIT * size
+
+
+def _paired(weight: Tensor) -> tuple[Tensor, float]:
+    """Return half the sums and half the differences of the two halves of the rows."""
+    first, second = weight.chunk(2)
+    made = torch.cat((first + second, first - second)) / 2
+    return made, 2 * UNIT * float(made.norm())
+
+
+def _unpaired(weight: Tensor) -> tuple[Tensor, float]:
+    """Return the sums and the differences of the two halves of the columns."""
+    first, second = weight.chunk(2, dim=1)
+    made = torch.cat((first + second, first - second), dim=1)
+    return made, 2 * UNIT * float(made.norm())
+
+
+def _product_error(second: Tensor, first: Tensor, error: float, before: float) -> float:
+    """Bound the error of ``second @ first`` if each has an error of its own (in the 2-norm)."""
+    sizes = float(second.norm()), float(first.norm())
+    terms = second.shape[1] + _MORE_TERMS
+    return 1.01 * (
+        terms * UNIT * sizes[0] * sizes[1]
+        + error * (sizes[1] + before)
+        + before * (sizes[0] + error)
+    )
+
+
+def _excess(
+    weights: Sequence[Tensor], slopes: Sequence[tuple[Tensor, Tensor]], errors: Sequence[float]
+) -> float:
+    """Bound the map by which rounding of the weights changes the network (a telescoping sum)."""
+    if not any(errors):
+        return 0.0
+    sizes = [float(weight.norm()) + error for weight, error in zip(weights, errors, strict=True)]
+    steep = math.prod(float((mid.abs() + half).max()) for mid, half in slopes)
+    others = (
+        error * math.prod(size for place, size in enumerate(sizes) if place != index)
+        for index, error in enumerate(errors)
+    )
+    return 1.01 * steep * sum(others) + UNDERFLOW
