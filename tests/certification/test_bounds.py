@@ -127,7 +127,9 @@ def test_slopes_that_are_unknown_are_refused(low, high):
 def test_a_matrix_that_is_not_finite_or_overflows_has_no_bound(bad):
     weights = adversarial("plain", (5, 8, 5))
     weights[0][2, 3] = bad
-    made = network(weights, ACTIVATIONS["relu"])
+    assert network(weights, ACTIVATIONS["relu"]) is None
+    made = network(adversarial("plain", (5, 8, 5)), ACTIVATIONS["relu"])
+    made.weights[0][2, 3] = bad
     assert branch_bound([made], [1.0], [1.0]) == [math.inf]
     assert math.isinf(chain_bound(made))
     assert math.isinf(tightest_bound([Matrix(weight) for weight in weights])[0])

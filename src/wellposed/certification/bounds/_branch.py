@@ -95,8 +95,10 @@ def _check(multipliers: Tensor, maps: _Maps) -> None:
 
 
 def _maps(networks: Sequence[Network], skips: Sequence[float], scales: Sequence[float]) -> _Maps:
-    parts = [_parts(*each) for each in zip(networks, skips, scales, strict=True)]
-    straight, out, into = (torch.stack([part[place] for part in parts]) for place in range(3))
+    parts = [_parts(*one) for one in zip(networks, skips, scales, strict=True)]
+    straight = torch.stack([part[0] for part in parts])
+    out = torch.stack([part[1] for part in parts])
+    into = torch.stack([part[2] for part in parts])
     excess = torch.tensor([part[3] for part in parts], dtype=torch.float64)
     # A unit whose slope is known (half = 0) is part of G alone.
     live = (out.abs().amax((0, -2)) > 0) & (into.abs().amax((0, -1)) > 0)
@@ -179,9 +181,9 @@ def _value_and_gradient(
     half = torch.linalg.solve_triangular(factor, straight, upper=False)
     matrix = (into.mT * multipliers[..., None, :]) @ into + half.mT @ half
     values, vectors, weights = top_weights(matrix, temperature)
-    seen = torch.cholesky_solve(straight @ vectors, factor)
+    reached = torch.cholesky_solve(straight @ vectors, factor)
     change = (into @ vectors).square() * multipliers[..., None]
-    change = change - (out.mT @ seen).square() / multipliers[..., None]
+    change = change - (out.mT @ reached).square() / multipliers[..., None]
     gradient = (change * weights[..., None, :]).sum(-1) / values[..., None]
     return torch.where(fails[..., 0, 0], math.inf, values), gradient
 

@@ -90,7 +90,7 @@ def _check(multipliers: Sequence[Tensor], network: Network) -> None:
         raise ConfigError(
             f"chain_bound: expected multipliers of widths {expected}, received {received}"
         )
-    wrong = sum(int((~(each.isfinite() & (each > 0))).sum()) for each in multipliers)
+    wrong = sum(int((~(layer.isfinite() & (layer > 0))).sum()) for layer in multipliers)
     if wrong:
         raise ConfigError(
             f"chain_bound: {wrong} of {sum(received)} multipliers are not positive finite numbers,"
@@ -137,7 +137,7 @@ def _proposed(network: Network, skip: float, scale: float, most: int) -> list[li
     steps = min(_STEPS, most)
     if steps < 1:
         return [start]
-    widths = [len(each) for each in start]
+    widths = [len(multiplier) for multiplier in start]
     nothing = torch.tensor(math.inf, dtype=torch.float64)
     ascent = Ascent(torch.cat(start).log(), nothing, rate=_RATE, temperature=_TEMPERATURE)
     for _ in range(steps):
@@ -170,7 +170,7 @@ def _greedy(network: Network) -> list[Tensor]:
     be: twice over the largest eigenvalue of ``W X^-1 W'`` for slopes in [0, 1]."""
     first = network.weights[0]
     block = torch.eye(first.shape[1], dtype=torch.float64)
-    found: list[Tensor] = []
+    multipliers: list[Tensor] = []
     for weight, (mid, half) in zip(network.weights, network.slopes, strict=False):
         size = _solved(block, weight)
         largest = float(torch.linalg.eigvalsh(size)[-1])
@@ -183,8 +183,8 @@ def _greedy(network: Network) -> list[Tensor]:
         centred = mid * multiplier
         block = torch.diag(multiplier) - centred[:, None] * _solved(before, weight) * centred
         block = (block + block.mT) / 2
-        found.append(multiplier)
-    return found
+        multipliers.append(multiplier)
+    return multipliers
 
 
 def _best_number(mid: Tensor, half: Tensor) -> float:
@@ -219,10 +219,10 @@ def _proved(network: Network, skip: float, scale: float, multipliers: Sequence[T
     identity = torch.eye(len(matrix), dtype=torch.float64)
 
     def proves(squares: Tensor) -> Tensor:
-        whole = {**blocks, (output, output): squares * identity}
-        return proves_definite(whole, [*errors, torch.zeros(len(matrix), dtype=torch.float64)])[
-            None
-        ]
+        matrix_and_corner = {**blocks, (output, output): squares * identity}
+        return proves_definite(
+            matrix_and_corner, [*errors, torch.zeros(len(matrix), dtype=torch.float64)]
+        )[None]
 
     return float(smallest_proved(guess, proves))
 

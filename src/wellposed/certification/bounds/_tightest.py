@@ -32,6 +32,14 @@ def tightest_bound(
     network = network_of(links)
     if network is None or not network.is_usual:
         return math.inf, ""
+    try:
+        return _by_depth(network, skip, scale)
+    except torch.linalg.LinAlgError:
+        # An eigenvalue of a search that does not converge; other forms remain.
+        return math.inf, ""
+
+
+def _by_depth(network: Network, skip: float, scale: float) -> tuple[float, str]:
     if len(network.weights) == 1:
         return _linear_bound(network, skip, scale), LINEAR
     if len(network.weights) == 2:
