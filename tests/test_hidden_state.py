@@ -11,7 +11,7 @@ import wellposed
 
 LIBRARY = Path(wellposed.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "hidden_state.md"
-# The names of 0.3, and whether a hub answers, which only the lab asks.
+# Names that are imported on first use, and whether a hub answers, which only the lab asks.
 APPLICATIONS = {"lazy.py", "hub.py"}
 MAKERS = {"ContextVar", "Registry", "local", "Lock", "dict", "set", "list", "defaultdict"}
 SWITCHES = re.compile(r"torch\.(set_|use_deterministic|manual_seed|backends)|warnings\.filter")
@@ -83,6 +83,17 @@ def test_the_page_lists_the_files_that_keep_something():
     # entries in the state of an optimizer, in the interface of transformers, and in a trainer are not seen by a scan
     by_hand = {"_moments.py", "_matrix.py", "_logits.py", "_attention_interface.py", "_trainer.py"}
     assert listed - {key.name for key in traced} == by_hand
+
+
+@pytest.mark.slow
+def test_every_name_on_the_page_is_in_the_source():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    quoted = {text for row in rows for text in re.findall(r"`([^`]+)`", row)}
+    names = {
+        name for text in quoted if not text.endswith(".py") for name in re.findall(r"\w+", text)
+    }
+    source = "\n".join(path.read_text() for path in LIBRARY.rglob("*.py"))
+    assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
 
 
 KEPT = {

@@ -196,6 +196,8 @@ def read_word(word: str, hint: Any) -> Any:
     if word == "None" and fits(None, hint):
         return None
     for kind, _ in _alternatives(hint):
+        if kind is Path and not word:
+            continue  # Path("") is the current folder
         if kind in (int, float, str, Path):
             with suppress(ValueError):
                 return kind(word)
@@ -256,6 +258,7 @@ _WORDS: dict[Any, str] = {
     str: "text",
     bool: "true or false",
     NoneType: "None",
+    Path: "a path",
     Mapping: "a table of options",
     dict: "a table",
     list: "a list",

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from wellposed.errors import ConfigError
-from wellposed_lab.cli.arguments import ALIASES, split_task
+from wellposed_lab.cli.arguments import ALIASES, our_name
 
 TASKS = {"max_seq_length": "text_classification", "block_size": "language_modeling"}
 VALUES = {
@@ -58,7 +58,7 @@ def test_a_name_of_the_trainer_is_our_option(alias, equals, dashes, checkpoint, 
         ([f"--{name}={value}"] if equals else [f"--{name}", value]) if value else [f"--{name}"]
         for name in (written, our)
     ]
-    assert split_task("train", [task, *lines[0]]) == split_task("train", [task, *lines[1]])
+    assert [our_name(word) for word in lines[0]] == lines[1]
     first, second = (
         printed(cli, task, *(("--data", "x.csv") if "file" in alias else ()), *line)
         for line in lines
@@ -71,9 +71,8 @@ def test_a_name_of_the_trainer_is_our_option(alias, equals, dashes, checkpoint, 
 def test_a_batch_of_each_process_is_refused_if_there_are_several(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    words = ["char_lm", "--per_device_train_batch_size", "8"]
     with pytest.raises(ConfigError, match="several processes share a batch"):
-        split_task("train", words)
+        our_name("--per_device_train_batch_size")
 
 
 def test_a_checkpoint_with_fewer_positions_sets_the_length(checkpoint, tmp_path, cli):

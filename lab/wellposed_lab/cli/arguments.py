@@ -6,16 +6,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError
+from wellposed.model_options import ModelOptions
 from wellposed.text_table import aligned
 from wellposed_lab.cli import parser
 from wellposed_lab.cli.load import model_folder, near_names
-from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.plugins import import_again, imported_files
 from wellposed_lab.tasks.image_classification import PROCESSOR_FILES, has_processor
 from wellposed_lab.tasks.task import TASKS
@@ -32,8 +32,6 @@ COMMON = frozenset(_COMMON.split())
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
 SECTIONS = ("train", "model", "penalty", "constrain")
 """Sections of a `RunConfig` that are options of the command line."""
-NAMED_SECTIONS = SECTIONS[1:]
-"""Sections whose options carry the section's name, as in ``--model.norm``."""
 FINE_TUNING = configs.TrainOptions(
     epochs=3,
     learning_rate=3e-5,
@@ -66,6 +64,7 @@ ALIASES = {
     "block_size": "seq_len",
 }
 """Names of the Trainer of transformers and its example scripts, and ours for the same option."""
+CommandArguments = TypeVar("CommandArguments")
 TrackerNames: TypeAlias = Annotated[tuple[str, ...], parser.Typed(metavar="NAME")]
 """The option ``--track`` of a command; it may be repeated."""
 
@@ -104,10 +103,10 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
             f"wellposed {command}: expected a task first, received {words[0]!r}; tasks:"
             f" {', '.join(TASKS.names())}"
         )
-    return TASKS.get(words[0]).name, [_new_name(word) for word in words[1:]]
+    return TASKS.get(words[0]).name, list(words[1:])
 
 
-def _new_name(word: str) -> str:
+def our_name(word: str) -> str:
     """Return the word with our name of its option; an option of earlier versions is refused."""
     option, equals, value = word.partition("=")
     name = option[2:].replace("-", "_") if option.startswith("--") else ""
@@ -123,44 +122,61 @@ def _new_name(word: str) -> str:
     raise ConfigError(f"{option} is {new} now; write {new} {value or 'VALUE'}")
 
 
-def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
+def base_config(task: str, typed: parser.TypedValues) -> configs.RunConfig:
     """Return the configuration of ``--from``, ``--preset`` or ``--config``, or the defaults."""
-    names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
-    values, _ = peek_arguments(words, (*names, "certified-windows"), ["from-scratch"])
-    sources = [name for name in names[:3] if values[name]]
-    if len(sources) > 1:
-        raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
+    files = typed.get("files", {})
+    start = typed.get("start", {})
+    sources = {
+        "from": start.get("model"),
+        "preset": files.get("preset"),
+        "config": files.get("config"),
+    }
+    empty = [f"--{name}" for name, value in sources.items() if value == ""]
+    if empty:
+        raise ConfigError(f"{', '.join(empty)}: expected a value, received none")
+    chosen = [name for name, value in sources.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"--{' and --'.join(chosen)} each name a model; give one of them")
+
     base = configs.RunConfig(task=task)
-    if values["from"]:
-        named = [name for name in READ_BY if values[name]]
+    if sources["from"]:
+        task_options = typed.get("task", {})
+        named = [name for name in READ_BY if name in task_options]
         # The words of a text in windows need no positions.
-        named += LENGTHS if values["certified-windows"] else ()
-        base = from_config(task, values["from"], from_scratch=values["from-scratch"], named=named)
-    elif sources:
-        base, where = _named_config(values)
+        named += LENGTHS if task_options.get("certified_windows") else ()
+        from_scratch = start.get("from_scratch", False)
+        base = from_config(task, sources["from"], from_scratch=from_scratch, named=named)
+    elif chosen:
+        base, where = _named_config(files)
         if base.task != task:
             raise ConfigError(
                 f"{where} is a configuration of task {base.task!r}, the command names {task!r}"
             )
         import_again(base.imports, where=where)
-    if values["steps"] is None:
+    return _with_typed_length(base, typed.get("train", {}))
+
+
+def _with_typed_length(base: configs.RunConfig, typed: Mapping[str, Any]) -> configs.RunConfig:
+    """Return ``base`` without its epochs if steps are typed; both are refused."""
+    steps = typed.get("steps")
+    epochs = typed.get("epochs")
+    if steps is None:
         return base
-    if values["epochs"] not in (None, "None"):
+    if epochs is not None:
         raise ConfigError(
-            f"--steps {values['steps']} and --epochs {values['epochs']} both say how long to train;"
-            " give one of them"
+            f"--steps {steps} and --epochs {epochs} both say how long to train; give one of them"
         )
     return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
 
-def _named_config(values: dict[str, Any]) -> tuple[configs.RunConfig, str]:
+def _named_config(files: Mapping[str, Any]) -> tuple[configs.RunConfig, str]:
     """Return the configuration of ``--preset`` or ``--config``, and its source for messages."""
-    name = values["preset"]
+    name = files.get("preset")
     if name:
         from wellposed_lab.compare.run_presets import run_preset
 
         return run_preset(name), f"preset {name!r}"
-    path = Path(values["config"])
+    path = Path(files["config"])
     if not path.is_file():
         raise DataError(f"{path}: no such configuration file; each run folder has one, config.toml")
     return configs.RunConfig.from_dict(configs.read_toml(path), where=str(path)), str(path)
@@ -230,55 +246,116 @@ READ_BY: dict[str, Callable[[str, Path, bool], str]] = {
 """Task options of how inputs are read, and a function (source, folder, random weights) for each."""
 
 
-def parse(
-    command: str, base: configs.RunConfig, words: Sequence[str], extra: type, summary: str
-) -> tuple[configs.RunConfig, Any]:
-    """Parse the options of a task, a run and a command; return the first two and ``extra``."""
-    task = TASKS.get(base.task)
-    sections = {name: getattr(base, name) for name in SECTIONS}
-    parts = {
-        "command": (extra, {}),
-        "files": (FileArguments, {}),
-        "task": (task.options, base.task_options),
-        **{name: (type(value), vars(value)) for name, value in sections.items()},
-        "start": (StartArguments, vars(base.start)),
+@dataclass(frozen=True)
+class Request(Generic[CommandArguments]):
+    """Result of reading the words of `train` or `compare`."""
+
+    config: configs.RunConfig
+    """The run, with the typed options."""
+    base: configs.RunConfig
+    """The run without them."""
+    command: CommandArguments
+    """The options of the command itself."""
+
+
+def read_request(
+    command: str,
+    task: str,
+    words: Sequence[str],
+    extra: type[CommandArguments],
+    summary: str,
+    *,
+    changed: Callable[[configs.RunConfig, parser.TypedValues], configs.RunConfig] | None = None,
+) -> Request[CommandArguments]:
+    """Read the words after the task, once; return the run and the options of the command.
+
+    Args:
+        command: The name of the command.
+        task: The name of the task.
+        words: The words after it.
+        extra: The dataclass of the command's own options.
+        summary: First words of its help.
+        changed: Function from the configuration of ``--from``, ``--preset`` or ``--config`` and the
+            typed values to the one that these are put into.
+    """
+    form = command_form(command, task, extra, summary)
+    typed = form.read(words)
+    base = base_config(task, typed)
+    if changed is not None:
+        base = changed(base, typed)
+    sections = {name: vars(getattr(base, name)) for name in SECTIONS}
+    values = {
+        "command": {},
+        "files": {},
+        "task": base.task_options,
+        "start": vars(base.start),
+        **sections,
     }
-    hints = [
-        (name, kind if name in NAMED_SECTIONS else Annotated[kind, parser.Flat])
-        for name, (kind, _) in parts.items()
-    ]
-    arguments = dataclasses.make_dataclass("Arguments", hints, frozen=True, kw_only=True)
-    parsed: Any = parser.parse_words(
-        arguments,
-        words,
-        prog=f"wellposed {command} {base.task}",
-        description=f"{summary}: {task.summary}. `wellposed compare` lists variants.",
-        values={name: values for name, (_, values) in parts.items()},
-        common=COMMON,
+    if form.asks_for_help(words):
+        form.print_help(words, values)
+        raise SystemExit(0)
+
+    filled: Any = form.fill(typed, values)
+    _say_lengths(base, filled.task)
+    config = _run_config(base, filled)
+    if filled.files.print_config:
+        import tomli_w
+
+        sys.stdout.write(tomli_w.dumps(config.to_dict()))
+        raise SystemExit(0)
+    return Request(config, base, filled.command)
+
+
+def command_form(command: str, task: str, extra: type[Any], summary: str) -> parser.Form[Any]:
+    """Return all options of a command on a task; those of the model need no ``--model.``."""
+    spec = TASKS.get(task)
+    hints = {
+        "command": Annotated[extra, parser.Flat],
+        "files": Annotated[FileArguments, parser.Flat],
+        "task": Annotated[spec.options, parser.Flat],
+        "train": Annotated[configs.TrainOptions, parser.Flat],
+        "model": Annotated[ModelOptions, parser.Typed(has_short_names=True)],
+        "penalty": configs.PenaltyOptions,
+        "constrain": configs.ConstrainOptions,
+        "start": Annotated[StartArguments, parser.Flat],
+    }
+    arguments = dataclasses.make_dataclass(
+        "Arguments", list(hints.items()), frozen=True, kw_only=True
     )
+    return parser.Form(
+        arguments,
+        prog=f"wellposed {command} {task}",
+        description=f"{summary}: {spec.summary}. `wellposed compare` lists variants.",
+        common=COMMON,
+        epilog="--model.NAME may be written --NAME, if no other option has that name.",
+        new_name=our_name,
+    )
+
+
+def _say_lengths(base: configs.RunConfig, task_options: Any) -> None:
+    """Say which lengths the positions of the model set."""
     for option in LENGTHS:
         positions = base.task_options.get(option) if base.start.model else None
-        if positions is not None and getattr(parsed.task, option) == positions:
+        if positions is not None and getattr(task_options, option) == positions:
             logger.info(
                 "--%s %d: the model has no more positions", option.replace("_", "-"), positions
             )
-    start = dataclasses.asdict(parsed.start)
+
+
+def _run_config(base: configs.RunConfig, filled: Any) -> configs.RunConfig:
+    """Return the run of the options ``filled``; what no option says is as in ``base``."""
+    start = dataclasses.asdict(filled.start)
     run = dataclasses.replace(
         base,
-        task_options=dataclasses.asdict(parsed.task),
-        start=configs.StartOptions(**{**start, "model": base.start.model or parsed.start.model}),
-        **{name: getattr(parsed, name) for name in SECTIONS},
+        task_options=dataclasses.asdict(filled.task),
+        start=configs.StartOptions(**{**start, "model": base.start.model or filled.start.model}),
+        **{name: getattr(filled, name) for name in SECTIONS},
         imports={**base.imports, **imported_files()},
     )
-    if not (run.start.model or task.own_models):
+    if not (run.start.model or TASKS.get(run.task).own_models):
         raise ConfigError(
             f"{run.task}: wellposed has no architecture for image patches; give a Hugging Face"
             " model with --from FOLDER, or its config.json (docs/howto/images.md has one for small"
             " images). The task image reads pixels one by one"
         )
-    if parsed.files.print_config:
-        import tomli_w
-
-        sys.stdout.write(tomli_w.dumps(run.to_dict()))
-        raise SystemExit(0)
-    return run, parsed.command
+    return run

@@ -13,7 +13,6 @@ from typing import Literal
 from wellposed.errors import ConfigError, require_extras
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed_lab.cli import arguments
-from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.compare.variants import VARIANTS, check_options, summary
 from wellposed_lab.training.loop.processes import is_first, run_until_stopped
 
@@ -51,17 +50,20 @@ class CompareArguments(CheckedOptions):
 
 def run(words: Sequence[str]) -> int:
     """Train all variants, print the table, write the report and return the exit status."""
-    again = shlex.join(["wellposed", "compare", *peek_arguments(words, ["resume"])[1]])
-    return run_until_stopped(partial(_compare, words), f"{again} --resume auto")
-
-
-def _compare(words: Sequence[str]) -> int:
     task, rest = arguments.split_task("compare", words)
     if task is None:
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
         return 0
-    base = arguments.base_config(task, rest)
-    config, options = arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
+    request = arguments.read_request("compare", task, rest, CompareArguments, "Compare variants")
+    resumes = [] if request.command.resume == "auto" else ["--resume", "auto"]
+    again = shlex.join(["wellposed", "compare", *words, *resumes])
+    return run_until_stopped(partial(_compare, request, words), again)
+
+
+def _compare(request: arguments.Request[CompareArguments], words: Sequence[str]) -> int:
+    config = request.config
+    base = request.base
+    options = request.command
     # Before any training, not at its end.
     require_extras(("compare", "plots"), "tests and the report of wellposed compare")
 

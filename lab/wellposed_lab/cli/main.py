@@ -41,11 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Escape names that the terminal cannot show.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    flags: dict[str, Any] = {"debug": False}
+    own_options: dict[str, Any] = {"debug": False}
     try:
-        flags, words = peek_arguments(words, flags=["debug"])
+        own_options = peek_arguments(words, flags=["debug"], many=["import"])
+        words = [word for word in words if word not in ("--debug", "--no-debug")]
         with _notices():
-            return _dispatch(words)
+            return _dispatch(words, imports=own_options["import"])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except Exception as error:
-        message = None if flags["debug"] else _describe(error, words)
+        message = None if own_options["debug"] else _describe(error, words)
         if message is None:
             raise
         message = printable(_as_typed(message, words[0]), keep=NEWLINE_AND_TAB)
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE if isinstance(error, (errors.ConfigError, ImportError)) else EXIT_FAILED
 
 
-def _dispatch(words: list[str]) -> int:
+def _dispatch(words: list[str], *, imports: Sequence[str]) -> int:
     if not words or words[0] in {"-h", "--help", "help"}:
         print(usage())
         return EXIT_OK if words else EXIT_USAGE
@@ -76,7 +77,7 @@ def _dispatch(words: list[str]) -> int:
             f"wellposed {words[0]} runs in one process; start it without torchrun or accelerate"
             " launch"
         )
-    for file in peek_arguments(words, many=["import"])[0]["import"]:
+    for file in imports:
         import_file(Path(file))
     module = importlib.import_module(COMMANDS.get(words[0]).module)
     if not hasattr(module, "run"):

@@ -5,15 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from wellposed import options
 from wellposed.errors import ConfigError, unknown_name
 from wellposed_lab.cli.option_help import help_of
+from wellposed_lab.cli.spellings import DeclaredOption, Spellings
 
 
 @dataclass(frozen=True)
@@ -26,99 +37,136 @@ class Typed:
     """Placeholder of the value in the help."""
     is_positional: bool = False
     """Whether the option is a word without a name."""
+    has_short_names: bool = False
+    """Whether options of a section may be written without ``SECTION.``, as ``--norm``."""
 
 
 Arguments = TypeVar("Arguments")
+TypedValues: TypeAlias = dict[str, Any]
+"""The values among the words, typed, with a table for each section; no defaults."""
 ImportedFiles: TypeAlias = Annotated[tuple[Path, ...], Typed("import", "FILE.py")]
 """The option ``--import FILE.py``: the user's own code, which `main` runs first."""
 Flat = Typed("")
 Positional = Typed(is_positional=True)
 HELP = frozenset({"-h", "--help"})
 HELP_ALL = "--help-all"
+_ASKS_FOR_HELP = frozenset({*HELP, HELP_ALL})
 
 
-def parse_words(
-    arguments: type[Arguments],
-    words: Sequence[str],
-    *,
-    prog: str,
-    description: str | None = None,
-    values: Mapping[str, Any] | None = None,
-    common: Collection[str] = (),
-) -> Arguments:
-    """Return the options among the words of a command.
-
-    Args:
-        arguments: Dataclass of the options; its docstrings are their help.
-        words: The words after the command's name.
-        prog: The command, as printed in usage and messages.
-        description: The first lines of the help; default: the docstring of ``arguments``.
-        values: Values of options that are not among the words, with a table for each section.
-        common: Dotted names of the options that ``--help`` shows (``--help-all``: all); empty: all.
-
-    Raises:
-        ConfigError: unknown or missing options, or values that are missing, wrong or refused.
-    """
-    values = values or {}
-    listed = common if common and {*words} & HELP else None
-    reader = argparse.ArgumentParser(
-        prog=prog,
-        usage=f"{prog} [OPTIONS]",
-        description=description or arguments.__doc__,
-        epilog=f"The most used options; `{prog} {HELP_ALL}` lists all." if listed else None,
-        formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    declared = list(_declare(reader, arguments, values, listed))
-    if {*words} & {*HELP, HELP_ALL}:
-        reader.print_help()
+def parse_words(arguments: type[Arguments], words: Sequence[str], *, prog: str) -> Arguments:
+    """Return the options among the words of a command, as `Form.read` and `Form.fill` do."""
+    form = Form(arguments, prog)
+    typed = form.read(words)
+    if form.asks_for_help(words):
+        form.print_help(words)
         raise SystemExit(0)
-    where = prog.removeprefix("wellposed ")
-    read = _read(reader, declared, words, values)
-    parsed = options.build_options(arguments, read, where=where, titled=False)
-    if getattr(getattr(parsed, "command", parsed), "quiet", False):
-        logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
-    return parsed
+    return form.fill(typed)
 
 
-def _read(
-    reader: argparse.ArgumentParser,
-    declared: Sequence[tuple[argparse.Action, bool]],
-    words: Sequence[str],
-    values: Mapping[str, Any],
-) -> dict[str, Any]:
-    known = {word: action for action, _ in declared for word in action.option_strings}
-    spelled: list[str] = []
-    for word in words:
-        before = known.get(spelled[-1]) if spelled else None
-        if before is not None and before.nargs != 0 and _dashed(word) not in known:
-            spelled[-1] += f"={word}"  # argparse would read a word with a leading - as an option
-        else:
-            spelled.append(_dashed(word))
-    read: dict[str, Any] = {name: dict(table) for name, table in values.items()}
-    try:
-        parsed, rest = reader.parse_known_intermixed_args(spelled)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{reader.prog}: {error.argument_name}: {error.message}") from None
-    if rest:
-        near = [word for word in known if not word.startswith("--no-")]
-        error = unknown_name(f"option of {reader.prog}", rest[0].partition("=")[0], near)
-        raise ConfigError(f"{error}; see {HELP_ALL}")
-    for key, value in vars(parsed).items():
-        section, _, name = key.rpartition(".")
-        table = read.setdefault(section, {}) if section else read
-        table[name] = tuple(value) if isinstance(value, list) else value
-    missing = [
-        f"{''.join(action.option_strings) or action.dest} is missing: {action.help}"
-        for action, needed in declared
-        if needed and action.dest not in options.flat_options(read)
-    ]
-    if missing:
-        raise ConfigError(f"{reader.prog}: {'; '.join(missing)}")
-    return read
+@dataclass(frozen=True)
+class Form(Generic[Arguments]):
+    """The options of a command: `read` its words once, then `fill` in what was not typed."""
+
+    arguments: type[Arguments]
+    """Dataclass of the options; its docstrings are their help."""
+    prog: str
+    """The command, as printed in usage and messages."""
+    description: str | None = None
+    """The first lines of the help; default: the docstring of ``arguments``."""
+    common: Collection[str] = ()
+    """Dotted names of the options that ``--help`` shows (``--help-all``: all); empty: all."""
+    epilog: str = ""
+    """The last lines of the help of all options."""
+    new_name: Callable[[str], str] = str
+    """Function from a word to the same with today's name of its option."""
+
+    def read(self, words: Sequence[str]) -> TypedValues:
+        """Return the values among the words.
+
+        Raises:
+            ConfigError: unknown or ambiguous options, or values that are missing. Beside a word
+                that asks for help, unknown options are ignored.
+        """
+        reader = argparse.ArgumentParser(
+            prog=self.prog,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        declared = list(_declare(reader, self.arguments, {}, None))
+        options_only = [word for word in words if word not in _ASKS_FOR_HELP]
+        spelled = Spellings(declared, self.prog, self.new_name).written_out(options_only)
+        try:
+            parsed, rest = reader.parse_known_intermixed_args(spelled)
+        except argparse.ArgumentError as error:
+            after = ", a value after it" if error.message == "expected one argument" else ""
+            raise ConfigError(
+                f"{self.prog}: {error.argument_name}: {error.message}{after}"
+            ) from None
+        if rest and not self.asks_for_help(words):
+            word = rest[0].partition("=")[0]
+            names = [name for option in declared for name in option.names]
+            near = [name for name in names if not name.startswith("--no-")]
+            error = unknown_name(f"option of {self.prog}", word, near)
+            raise ConfigError(f"{error}; see {HELP_ALL}")
+
+        typed: TypedValues = {}
+        for key, value in vars(parsed).items():
+            section, _, name = key.rpartition(".")
+            table = typed.setdefault(section, {}) if section else typed
+            table[name] = tuple(value) if isinstance(value, list) else value
+        return typed
+
+    def fill(self, typed: TypedValues, values: Mapping[str, Any] | None = None) -> Arguments:
+        """Return all options: those typed, then ``values`` (with a table for each section), then
+        the defaults of the class.
+
+        Raises:
+            ConfigError: options that are required and missing, or values that are refused.
+        """
+        filled = {name: _copied(value) for name, value in (values or {}).items()}
+        for name, value in typed.items():
+            filled[name] = {**filled.get(name, {}), **value} if isinstance(value, dict) else value
+        declared = _declare(argparse.ArgumentParser(add_help=False), self.arguments, {}, None)
+        present = options.flat_options(filled)
+        missing = [
+            f"{option.label} is missing: {option.action.help}"
+            for option in declared
+            if option.is_required and option.action.dest not in present
+        ]
+        if missing:
+            raise ConfigError(f"{self.prog}: {'; '.join(missing)}")
+
+        where = self.prog.removeprefix("wellposed ")
+        filled_in = options.build_options(self.arguments, filled, where=where, titled=False)
+        if getattr(getattr(filled_in, "command", filled_in), "quiet", False):
+            logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
+        return filled_in
+
+    def asks_for_help(self, words: Sequence[str]) -> bool:
+        """Return whether ``-h``, ``--help`` or ``--help-all`` is among the words."""
+        return not _ASKS_FOR_HELP.isdisjoint(words)
+
+    def print_help(self, words: Sequence[str], values: Mapping[str, Any] | None = None) -> None:
+        """Print the help, with ``values`` as defaults."""
+        listed = self.common if self.common and not HELP.isdisjoint(words) else None
+        most_used = f"The most used options; `{self.prog} {HELP_ALL}` lists all."
+        printer = argparse.ArgumentParser(
+            prog=self.prog,
+            usage=f"{self.prog} [OPTIONS]",
+            description=self.description or self.arguments.__doc__,
+            epilog=most_used if listed else self.epilog,
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
+            add_help=False,
+        )
+        for _ in _declare(printer, self.arguments, values or {}, listed):
+            pass
+        printer.print_help()
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _declare(
@@ -128,9 +176,10 @@ def _declare(
     listed: Collection[str] | None,
     *,
     section: str = "",
-    start: str = "--",
-) -> Iterator[tuple[argparse.Action, bool]]:
-    """Declare the options of ``cls`` to ``reader``; yield each one, and whether it is required.
+    prefix: str = "",
+    has_short_names: bool = False,
+) -> Iterator[DeclaredOption]:
+    """Declare the options of ``cls`` to ``reader``, whose names begin with ``prefix``; yield each.
     Help shows the optional ones in ``listed`` (dotted names), or all for None."""
     needed = options.required(cls)
     texts = help_of(cls)
@@ -143,17 +192,21 @@ def _declare(
         word = (name if typed.name is None else typed.name).replace("_", "-")
         if dataclasses.is_dataclass(kind):
             group = reader.add_argument_group((kind.__doc__ or name).partition("\n")[0].rstrip("."))
-            inside = start if typed == Flat else f"--{word}."
-            known = values.get(name, {})
-            nested = cast(type, kind)
-            section_name = f"{name}."
-            yield from _declare(group, nested, known, listed, section=section_name, start=inside)
+            yield from _declare(
+                group,
+                cast(type, kind),
+                values.get(name, {}),
+                listed,
+                section=f"{name}.",
+                prefix=prefix if typed == Flat else f"{word}.",
+                has_short_names=typed.has_short_names,
+            )
             continue
         value = values.get(name, item.default)
         about = texts.get(name, "").replace("%", "%%")
         if not (name in needed or value is None or value is False or value in ("", ())):
             about += f" (default: {value})"
-        if not (listed is None or name in needed or f"{start[2:]}{name}" in listed):
+        if not (listed is None or name in needed or f"{prefix}{name}" in listed):
             about = argparse.SUPPRESS
         settings: dict[str, Any] = {"dest": f"{section}{name}", "help": about}
         several = get_origin(kind) is tuple
@@ -165,15 +218,11 @@ def _declare(
             settings["metavar"] = typed.metavar or _metavar(one)
         if typed.is_positional:
             settings["nargs"] = "*" if several else "?"
-            yield reader.add_argument(settings.pop("dest"), **settings), name in needed
+            action = reader.add_argument(settings.pop("dest"), **settings)
         else:
             settings |= {"action": "append"} if several else {}
-            yield reader.add_argument(f"{start}{word}", **settings), name in needed
-
-
-def _dashed(word: str) -> str:
-    name, equals, text = word.partition("=")
-    return f"{name.replace('_', '-')}{equals}{text}" if name.startswith("--") else word
+            action = reader.add_argument(f"--{prefix}{word}", **settings)
+        yield DeclaredOption(action, name in needed, prefix, has_short_names)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellposed_lab.cli import arguments
-from wellposed_lab.cli.peek_arguments import peek_arguments
+from wellposed_lab.cli.parser import TypedValues
+from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.loop.processes import is_first, is_one_of_several
 
 
@@ -32,16 +33,10 @@ def run(words: Sequence[str]) -> int:
     task, rest = arguments.split_task("train", words)
     if task is None:
         return 0
-    base = arguments.base_config(task, rest)
-    peeked = peek_arguments(rest, ["variant", "margin-loss"])[0]
-    if peeked["variant"]:
-        from wellposed_lab.compare.variants import apply_variant
-
-        # Some variants depend on the margin loss.
-        if (peeked["margin-loss"] or "").startswith("words"):
-            base = replace(base, train=replace(base.train, margin_loss=peeked["margin-loss"]))
-        base = apply_variant(peeked["variant"], base)
-    config, options = arguments.parse("train", base, rest, TrainArguments, "Train one model")
+    request = arguments.read_request(
+        "train", task, rest, TrainArguments, "Train one model", changed=_with_variant
+    )
+    options = request.command
 
     from wellposed_lab.training.folder.run_folder import usual_folder
     from wellposed_lab.training.loop.train import train
@@ -50,7 +45,7 @@ def run(words: Sequence[str]) -> int:
         task, last=options.resume != "never", first=is_one_of_several()
     )
     result = train(
-        config,
+        request.config,
         out,
         resume=options.resume,
         progress=not options.quiet,
@@ -66,3 +61,18 @@ def run(words: Sequence[str]) -> int:
         print(f"{f'reference {metric}':<28} {value:.6g} (best constant answer on train)")
     print(f"{result.status}: {out}", flush=True)
     return result.exit_code
+
+
+def _with_variant(base: RunConfig, typed: TypedValues) -> RunConfig:
+    """Return ``base`` as the variant of ``--variant`` has it."""
+    variant = typed.get("command", {}).get("variant")
+    if not variant:
+        return base
+
+    from wellposed_lab.compare.variants import apply_variant
+
+    # Some variants depend on the margin loss.
+    margin_loss = typed.get("train", {}).get("margin_loss") or ""
+    if margin_loss.startswith("words"):
+        base = replace(base, train=replace(base.train, margin_loss=margin_loss))
+    return apply_variant(variant, base)

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from wellposed import options
 from wellposed.errors import ConfigError
@@ -252,9 +252,11 @@ class StartOptions(options.CheckedOptions):
     """Draw a new head even if the saved one has other labels."""
     frozen: bool = False
     """Freeze its body and train two layers on its output for each window (with --certified-windows)."""
-    attention: Literal["own", "l2", "cosine"] = "own"
+    attention: Annotated[
+        Literal["own", "l2", "cosine"], "a model of wellposed takes --model.attention"
+    ] = "own"
     """own: the model's attention; l2 or cosine: wellposed_l2 or wellposed_cosine in place of dot products."""
-    init: Literal["own", "t_fixup"] = "own"
+    init: Annotated[Literal["own", "t_fixup"], "a model of wellposed takes --model.init"] = "own"
     """own: the model's weights; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
     dt_fixup: Count = 0
     """Draw the layers by DT-Fixup, from this many batches of train, and remove LayerNorms; 0: no."""
@@ -265,7 +267,8 @@ class StartOptions(options.CheckedOptions):
         if not self.model:
             for name in ("from_scratch", "new_head", "frozen", "attention", "init"):
                 if getattr(self, name) not in (False, "own"):
-                    yield f"{name} needs a model to start from; name it with --from"
+                    ours = f", or give --model.{name}" if name in ("attention", "init") else ""
+                    yield f"{name} needs a model to start from; name it with --from{ours}"
         elif self.from_scratch and self.new_head:
             yield "from_scratch already draws a new head; leave new_head out"
         elif self.from_scratch and self.frozen:

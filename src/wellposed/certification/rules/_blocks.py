@@ -199,4 +199,3 @@ def of_one_vector(route: Callable[[RuleContext], LayerBound], context: RuleConte
         mine.notes.append("layer bounds are in norm tok")
         return replace(by_token, form="norm 2 by the tok route")
     return bound
-    return bound
