@@ -49,10 +49,15 @@ def attention(**options):
 
 
 def joined(per_head, out=OUT):
-    """Join heads with these constants per unit of |W_V|: |W_O| sqrt(sum) or sum |V_h W_O,h| L_h."""
-    heads = list(zip(V, out, per_head, strict=True))
-    together = max(out) * math.hypot(*(v * constant for v, _, constant in heads))
-    return min(together, sum(v * o * constant for v, o, constant in heads))
+    """Join heads with these constants per unit of |V_h W_O,h|: they write to orthogonal outputs."""
+    return math.hypot(*(v * o * constant for v, o, constant in zip(V, out, per_head, strict=True)))
+
+
+def with_queries(averages, query):
+    """Add what a move of one query does, which every head reads: head by head, or all at once."""
+    apart = joined([a + b for a, b in zip(averages, query, strict=True)])
+    steepest = max(v * o * term for v, o, term in zip(V, OUT, query, strict=True))
+    return min(apart, joined(averages) + steepest)
 
 
 def mass(mask, spread, tokens=N):
@@ -71,17 +76,22 @@ def terms(radius):
 def norm_two(query, key, masses, sizes_q, sizes_k, radius, tokens):
     """Return the smaller bound, head by head or of all heads at once, on the ball."""
     key_masses = [min(value, math.sqrt(tokens / 2)) for value in masses]
-    heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
+    averages = [
+        min(m + c * b, m * math.hypot(1, b))
+        for m, c, b in zip(masses, key_masses, key, strict=True)
+    ]
     keys = max(v * size for v, size in zip(V, sizes_k, strict=True))
     queries = max(v * size for v, size in zip(V, sizes_q, strict=True))
     of_both = keys * max(Q) + max(key_masses) * queries * max(K)
-    return min(joined(heads), max(OUT) * (max(masses) * max(V) + radius / ROOT * of_both))
+    return min(
+        with_queries(averages, query), max(OUT) * (max(masses) * max(V) + radius / ROOT * of_both)
+    )
 
 
 @pytest.mark.parametrize("radius", [R, 0.1])
 def test_dot_product_attention_in_norms_of_tokens(radius):
     query, key = terms(radius)
-    expected = joined([1 + a + b for a, b in zip(query, key, strict=True)])
+    expected = with_queries([math.hypot(1, b) for b in key], query)
     assert certify(attention(), seq_len=N, radius=radius).total == pytest.approx(expected, rel=1e-5)
     by_entry = certify(attention(), seq_len=N, radius=radius, norm="inf").total
     assert by_entry == pytest.approx(expected * math.sqrt(D), rel=1e-5)
@@ -96,16 +106,16 @@ def test_dot_product_attention_in_norm_two(mask, radius, tokens):
     masses = [mass(mask, spread, tokens) for spread in key]
     sizes_q = [q * radius + b for q, b in zip(Q, BQ, strict=True)]
     in_two = norm_two(query, key, masses, sizes_q, [k * radius for k in K], radius, tokens)
-    by_token = math.sqrt(tokens) * joined([1 + a + b for a, b in zip(query, key, strict=True)])
+    by_token = math.sqrt(tokens) * with_queries([math.hypot(1, b) for b in key], query)
     expected = min(in_two, by_token)
     certificate = certify(attention(), seq_len=tokens, radius=radius, norm=2, mask=mask)
     assert certificate.total == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_comes_out_of_a_ball():
-    """Averages of values: |x V W_O| <= min(sum v o, |W_O| |V|) R, plus their constant part."""
+    """Averages of values: |x V W_O| <= sqrt(sum (v o)^2) R, plus their constant part."""
     constant = math.hypot(BV[0] * OUT[0] + BO, BV[1] * OUT[1])
-    spread = min(sum(v * o for v, o in zip(V, OUT, strict=True)), max(OUT) * math.hypot(*V))
+    spread = joined([1, 1])
     model = nn.Sequential(attention(), nn.Linear(D, D).double())
     for norm in ("tok", 2, "inf"):
         after = parts_of(model, N, radius=R, norm=norm)["1"]
@@ -173,9 +183,8 @@ def split(sizes):
 
 
 def normalised(per_head):
-    """Join heads with normalised values: |W_O| sqrt(sum L^2) or sum L |W_O,h|."""
-    apart = sum(slope * o for slope, o in zip(per_head, OUT, strict=True))
-    return min(max(OUT) * math.hypot(*per_head), apart)
+    """Join heads with normalised values, which write to orthogonal outputs."""
+    return math.hypot(*(slope * o for slope, o in zip(per_head, OUT, strict=True)))
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "any"])
@@ -187,10 +196,14 @@ def test_cosine_attention(mask, tokens):
     slope = [abs(float(scale)) / math.sqrt(eps) for scale in nu]
     sharp = [abs(float(scale)) for scale in tau]
     heads = list(zip(slope, sharp, Q, K, V, strict=True))
-    by_token = normalised([s * (v + t * q + t * k) for s, t, q, k, v in heads])
+    by_token = normalised([s * math.hypot(v, t * max(q, k)) for s, t, q, k, v in heads])
     rows = mass(mask, max(sharp), tokens)
     columns = min(rows, math.sqrt(tokens / 2))
-    in_two = normalised([s * (rows * v + t * q + columns * t * k) for s, t, q, k, v in heads])
+    split_up = [rows * v + t * math.hypot(q, columns * k) for _, t, q, k, v in heads]
+    at_once = [math.hypot(rows * v, t * q, rows * t * k) for _, t, q, k, v in heads]
+    smaller = [s * min(pair) for s, *pair in zip(slope, split_up, at_once, strict=True)]
+    every_head = max(at_once) * max(s * o for s, o in zip(slope, OUT, strict=True))
+    in_two = min(normalised(smaller), every_head)
     expected = {"tok": by_token, "inf": math.sqrt(D) * by_token, 2: in_two}
     for norm, value in expected.items():
         bound = cosine_attention_bound(*weights, **options, seq_len=tokens, norm=norm, mask=mask)

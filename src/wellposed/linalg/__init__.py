@@ -8,6 +8,8 @@ from wellposed.linalg._deflation import Deflation as Deflation
 from wellposed.linalg._deflation import can_deflate as can_deflate
 from wellposed.linalg._deflation import deflate_ as deflate_
 from wellposed.linalg._deflation import start_vectors as start_vectors
+from wellposed.linalg._head_maps import HeadMaps as HeadMaps
+from wellposed.linalg._head_maps import shared_points_norm as shared_points_norm
 from wellposed.linalg._l2_bound import L2Layer as L2Layer
 from wellposed.linalg._l2_bound import kim2021_bound as kim2021_bound
 from wellposed.linalg._l2_constants import MASK_KINDS as MASK_KINDS

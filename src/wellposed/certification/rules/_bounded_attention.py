@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from wellposed.certification._layer_bound import LayerBound, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._dot_product import (
+    TRY_ALL_BELOW,
     AttentionWeights,
     in_norm,
     norms,
@@ -24,6 +25,7 @@ from wellposed.certification.rules._dot_product import (
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.linalg import (
     Bound,
+    HeadMaps,
     L2Layer,
     MaskKind,
     Norm,
@@ -116,7 +118,7 @@ def cosine_attention_bound(
         seq_len: Largest number of tokens; affects norm 2 only.
         norm: ``"tok"``, ``"inf"`` or ``2``.
         mask: Sharpens norm 2.
-        output_norm: An upper bound of ``|W_O|``; computed by default.
+        output_norm: An upper bound of ``|W_O|``, if known.
 
     Returns:
         `wellposed.linalg.Bound`, value in float64.
@@ -126,29 +128,89 @@ def cosine_attention_bound(
 
     >>> w = torch.eye(2).reshape(1, 2, 2)
     >>> round(float(cosine_attention_bound(w, w, w, w, eps=1.0, temperature=1.0, seq_len=9).value), 3)
-    3.0
+    1.414
     """
     check_norm(norm)
     if not eps > 0:
         raise ConfigError(
             f"cosine attention has a Lipschitz bound only for eps > 0, received eps={eps}"
         )
-    tau = torch.as_tensor(temperature, dtype=torch.float64).detach().abs()
-    scale = torch.as_tensor(value_scale, dtype=torch.float64).detach().abs() / math.sqrt(eps)
-    mass = row_mass(seq_len, mask, float(tau.max())) if norm == 2 else 1.0
-    key_mass = min(mass, math.sqrt(seq_len / 2)) if norm == 2 else 1.0
-    by_query = scale * tau * norms(query)
-    by_key = key_mass * scale * tau * norms(key)
-    per_head = by_query + by_key + mass * scale * norms(value)
-    if output_norm is None:
-        output_norm = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
-    together = output_norm * per_head.square().sum().sqrt()
-    apart = (per_head * norms(output)).sum()
-    first = Bound(together, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")
-    best = least([first, Bound(apart, f"sum L_h |W_O,h|, {norm} (B6)")])
+    weights = _CosineWeights(query, key, value, HeadMaps(output), eps, temperature, value_scale)
+    bound = _cosine_bound(weights, seq_len=seq_len, norm=norm, mask=mask)
+    if output_norm is None or norm == 2:
+        return bound
+    width = math.sqrt(query.shape[1]) if norm == "inf" else 1.0
+    whole = output_norm * weights.per_token().square().sum().sqrt() * width * (1 + 1e-12)
+    return least([bound, Bound(whole, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")])
+
+
+@dataclass(frozen=True)
+class _CosineWeights:
+    """Weights and scales of cosine attention, as in `cosine_attention_bound`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    outputs: HeadMaps
+    eps: float
+    temperature: Tensor | float
+    value_scale: Tensor | float
+
+    @cached_property
+    def tau(self) -> Tensor:
+        """Temperatures (H,)."""
+        tau = torch.as_tensor(self.temperature, dtype=torch.float64).detach().abs()
+        return tau.expand(len(self.query))
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """``nu / sqrt(eps)`` (H,)."""
+        nu = torch.as_tensor(self.value_scale, dtype=torch.float64).detach().abs()
+        return (nu / math.sqrt(self.eps)).expand(len(self.query))
+
+    @cached_property
+    def sizes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``|W_Q|``, ``|W_K|`` and ``|W_V|`` of each head."""
+        return norms(self.query), norms(self.key), norms(self.value)
+
+    def per_token(self) -> Tensor:
+        """Bound each head in norm tok, before its output weight (H,)."""
+        query, key, value = self.sizes
+        steepest = self.tau * torch.maximum(query, key)
+        return self.scale * (value.square() + steepest.square()).sqrt() * (1 + 1e-12)
+
+    def per_row(self, mass: float, key_mass: float) -> Tensor:
+        """Bound each head in norm 2, before its output weight (H,)."""
+        query, key, value = self.sizes
+        moved = mass * value
+        logits = self.tau * (query.square() + (key_mass * key).square()).sqrt()
+        written = self.tau * (query.square() + (mass * key).square()).sqrt()
+        together = (moved.square() + written.square()).sqrt()
+        return self.scale * torch.minimum(moved + logits, together) * (1 + 1e-12)
+
+    def all_heads(self, mass: float) -> Bound:
+        """Bound all heads in norm 2: each reads the same perturbation."""
+        tau = self.tau[:, None, None]
+        parts = (mass * self.value, tau * self.query, mass * tau * self.key)
+        reads = torch.cat([part.detach().double() for part in parts], dim=-1)
+        writes = self.outputs.maps * self.scale[:, None, None]
+        sides = (reads.movedim(0, 1).flatten(1), writes.flatten(0, 1))
+        sizes = [certified_spectral_norm(side, method="cholesky") for side in sides]
+        return Bound(sizes[0] * sizes[1] * (1 + 1e-12), "heads together, 2 (B6)")
+
+
+def _cosine_bound(weights: _CosineWeights, *, seq_len: int, norm: Norm, mask: MaskKind) -> Bound:
+    balance = weights.query.shape[1] <= TRY_ALL_BELOW
+    if norm == 2:
+        mass = row_mass(seq_len, mask, float(weights.tau.max()))
+        per_head = weights.per_row(mass, min(mass, math.sqrt(seq_len / 2)))
+        apart = Bound(weights.outputs.joined(per_head, balance=balance), "heads joined, 2 (B6)")
+        return least([apart, weights.all_heads(mass)])
+    joined = weights.outputs.joined(weights.per_token(), balance=balance)
+    best = Bound(joined, "heads joined, tok (B6)")
     if norm != "inf":
         return best
-    return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})")
+    return Bound(best.value * math.sqrt(weights.query.shape[1]), f"sqrt(D) x ({best.form})")
 
 
 @register_rule(CosineSelfAttention)
@@ -158,18 +220,11 @@ def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) ->
     # Rounding in the module's dtype may raise the exponential by a unit in the last place.
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
     nu = module.nu.detach().double().expand(len(weights.output))
-    bound = partial(
-        cosine_attention_bound,
-        *(weights.query, weights.key, weights.value, weights.output),
-        eps=module.eps,
-        temperature=tau,
-        value_scale=nu,
-        seq_len=context.seq_len,
-        mask=context.mask,
-        output_norm=weights.output_norm,
-    )
+    parts = (weights.query, weights.key, weights.value, weights.outputs)
+    cosine = _CosineWeights(*parts, module.eps, tau, nu)
+    bound = partial(_cosine_bound, cosine, seq_len=context.seq_len, mask=context.mask)
     # Each head's output is an average of vectors shorter than nu, for any input.
-    spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())
+    spread = weights.outputs.joined(nu.abs(), balance=weights.is_small)
     out_radius = float(spread + weights.output_bias.norm())
     return in_norm(bound, context, module.embed_dim, out_radius)
 

@@ -17,10 +17,19 @@ from torch import Tensor, nn
 from wellposed.certification._layer_bound import LayerBound, Refused, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
-from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
+from wellposed.linalg import (
+    Bound,
+    HeadMaps,
+    MaskKind,
+    certified_spectral_norm,
+    least,
+    shared_points_norm,
+)
 from wellposed.nn import DotProductAttention, InverseDAttention
 from wellposed.nn.attention import HeadProjections
 
+# Up to this width every form is tried; above it those that win on most weights.
+TRY_ALL_BELOW = 128
 _NO_GLOBAL_CONSTANT = (
     "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1), as"
     " L2SelfAttention has"
@@ -104,9 +113,44 @@ class AttentionWeights:
         return norms(self.value)
 
     @cached_property
-    def path_norms(self) -> Tensor:
-        """Upper bounds of ``|V_h W_O,h|``."""
-        return product_norms(self.value, self.output.mT)
+    def outputs(self) -> HeadMaps:
+        """``W_O,h`` as maps of the heads' outputs."""
+        return HeadMaps(self.output)
+
+    @cached_property
+    def paths(self) -> HeadMaps:
+        """``V_h W_O,h`` as one map (H, d, E), up to a rotation of its input."""
+        return HeadMaps.product(self.value, self.output)
+
+    @cached_property
+    def logits(self) -> HeadMaps:
+        """``W_K,h W_Q,h^T`` as one map (H, d, D), up to a rotation of its output."""
+        return HeadMaps.product(self.key, self.query.mT)
+
+    @cached_property
+    def query_term(self) -> Tensor:
+        """Bound ``|sum_h (V_h W_O,h)^T S_h W_K,h W_Q,h^T|`` over covariances S_h of points of the unit
+        ball: what a move of one query does, 0-dim (B18)."""
+        apart = (self.paths.norms * self.logits.norms).sum() * (1 + 1e-12)
+        forms = [apart]
+        if len(self.query) > 1:
+            forms.append(self.paths.through_points(self.logits))
+        if self.is_small:
+            # As maps of the points: V_h R_O^T and W_K,h R_Q^T, with triangular factors R.
+            write = HeadMaps.product(self.output.mT, self.value.mT).transposed
+            read = HeadMaps.product(self.query, self.key.mT).transposed
+            forms.append(shared_points_norm(write, read).sum() * (1 + 1e-12))
+        return torch.stack(forms).amin()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether forms that rarely win are worth their time."""
+        return self.query.shape[1] <= TRY_ALL_BELOW
+
+    def join(self, per_head: Tensor, form: str) -> Bound:
+        """Bound heads of constants ``per_head`` *per unit of* ``|V_h W_O,h|`` together (L6, B18)."""
+        joined = self.paths.joined(per_head, balance=self.is_small)
+        return Bound(joined, f"{form}, value to output as one map")
 
 
 def weights_of(module: HeadProjections, context: RuleContext) -> AttentionWeights:
@@ -123,15 +167,6 @@ def norms(weights: Tensor) -> Tensor:
     return certified_spectral_norm(weights.detach())
 
 
-def product_norms(left: Tensor, right: Tensor) -> Tensor:
-    """Return the spectral norms of ``A B^T`` for thin A, B (H, D, d), without forming D x D."""
-    factors = [torch.linalg.qr(matrix.double(), mode="r").R for matrix in (left, right)]
-    sizes = [torch.linalg.matrix_norm(factor) for factor in factors]
-    # Rounding matters if the product cancels.
-    unit = 8 * sum(left.shape[-2:]) * torch.finfo(torch.float64).eps
-    return norms(factors[0] @ factors[1].mT) + unit * sizes[0] * sizes[1]
-
-
 def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
     """Return ``kP >= |P|_2`` for softmax logits that differ by at most ``2 spread`` in a row (B5)."""
     decay = math.exp(-2 * spread) if math.isfinite(spread) else 0.0
@@ -143,19 +178,10 @@ def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
     return math.sqrt(min(seq_len, total) * (1 + 1e-12))
 
 
-def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
-    """Bound ``concat_h(head_h) W_O`` by ``per_head``, constants *per unit of* ``|W_V,h|`` (L6)."""
-    joined = weights.output_norm * (weights.value_norms * per_head).square().sum().sqrt()
-    apart = (weights.path_norms * per_head).sum()
-    first = Bound(joined, f"{form}, |W_O| sqrt(sum L_h^2)")
-    return least([first, Bound(apart, f"{form}, sum |V_h W_O,h| L_h")])
-
-
 def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
     """Bound the 2-norm of outputs if each head averages ``x_j V_h + b_h`` with ``|x_j| <= R``."""
     constant = torch.einsum("hd,hde->e", weights.value_bias, weights.output) + weights.output_bias
-    joined = weights.output_norm * weights.value_norms.square().sum().sqrt()
-    spread = min(float(weights.path_norms.sum()), float(joined))
+    spread = float(weights.join(weights.output.new_ones(len(weights.output)), "").value)
     return times(spread, radius) + float(constant.norm())
 
 
@@ -174,6 +200,57 @@ def in_norm(
     return LayerBound(value, best.form, out_radius=out_radius, fresh=True)
 
 
+@dataclass(frozen=True)
+class _Terms:
+    """Terms of B5 on a ball, one for each head and per unit of ``|V_h W_O,h|``."""
+
+    query: Tensor
+    """``a R^2``: what a move of the query does."""
+    key: Tensor
+    """``a R^2 + beta R``: what moves of the keys do."""
+    spreads: Tensor
+    """Largest logit."""
+    query_size: Tensor
+    key_size: Tensor
+    joint_query: Tensor | None
+    """Bound of the first term for all heads together and all factors, or None."""
+
+
+def _terms(weights: AttentionWeights, radius: float, *, rotary: bool) -> _Terms:
+    root = math.sqrt(weights.head_dim)
+    query_norms = norms(weights.query)
+    key_norms = norms(weights.key)
+    query_size = query_norms * radius + weights.query_bias.norm(dim=-1)
+    # The bias of keys drops out unless they are rotated.
+    key_size = key_norms * radius + (weights.key_bias.norm(dim=-1) if rotary else 0.0)
+    if rotary:
+        query, key = (
+            radius / root * (1 + 1e-12) * moved * size
+            for moved, size in ((query_norms, key_size), (key_norms, query_size))
+        )
+        spreads = query_size * key_size / root * (1 + 1e-12)
+        return _Terms(query, key, spreads, query_size, key_size, None)
+    shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1)
+    square = radius * radius / root
+    joint = weights.query_term
+    joint = torch.where(joint > 0, joint * square, 0.0)
+    query = weights.logits.norms * square
+    key = query + shift / root * (1 + 1e-12) * radius
+    return _Terms(query, key, key, query_size, key_size, joint)
+
+
+def _with_query_term(
+    weights: AttentionWeights, averages: Tensor, terms: _Terms, form: str
+) -> Bound:
+    """Bound all heads: averages and keys head by head, queries together, or all head by head."""
+    if terms.joint_query is None:
+        return weights.join(averages + terms.query, form)
+    together = weights.join(averages, f"{form}, queries together")
+    total = (together.value + terms.joint_query) * (1 + 1e-12)
+    bound = Bound(total, together.form)
+    return least([bound, weights.join(averages + terms.query, form)]) if weights.is_small else bound
+
+
 def dot_product_ball_bound(
     weights: AttentionWeights,
     *,
@@ -185,7 +262,7 @@ def dot_product_ball_bound(
 ) -> Bound:
     """Bound dot-product self-attention on ``|x_i| <= radius`` in norm tok, 2 or sum.
 
-    Status: certified for any mask without empty rows. Source: theory notes B5, B14; in norm 2 never
+    Status: certified for any mask without empty rows. Source: theory notes B5, B14, B18; in norm 2 never
     above the constant of Castin, Ablin, Peyre (2024).
 
     Args:
@@ -197,32 +274,23 @@ def dot_product_ball_bound(
         rotary: Queries and keys are rotated by their positions.
     """
     root = math.sqrt(weights.head_dim)
-    # Largest query and key of each head; the bias of keys drops out unless they are rotated.
-    key_bias = weights.key_bias.norm(dim=-1) if rotary else 0.0
-    query_norms = norms(weights.query)
-    key_norms = norms(weights.key)
-    query_size = query_norms * radius + weights.query_bias.norm(dim=-1)
-    key_size = key_norms * radius + key_bias
-    if rotary:
-        query, key = (
-            radius / root * (1 + 1e-12) * moved * size
-            for moved, size in ((query_norms, key_size), (key_norms, query_size))
-        )
-        spreads = query_size * key_size / root * (1 + 1e-12)
-    else:
-        shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1)
-        query = product_norms(weights.key, weights.query) / root * (radius * radius)
-        spreads = key = query + shift / root * (1 + 1e-12) * radius
+    terms = _terms(weights, radius, rotary=rotary)
+    query, key = terms.query, terms.key
     if norm == "tok":
-        return join_heads(1 + query + key, weights, "ball R, tok (B5)")
-    masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in spreads])
+        averages = 1 + key if rotary else (1 + key.square()).sqrt() * (1 + 1e-12)
+        return _with_query_term(weights, averages, terms, "ball R, tok (B18)")
+    masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in terms.spreads])
     if norm == "sum":
         per_head = (masses.square() * (1 + 2 * key) + query) * (1 + 1e-12)
         # Heads may move different tokens, so a root of a sum of squares would be wrong.
-        apart = (weights.path_norms * per_head).sum() * (1 + 1e-12)
+        apart = (weights.paths.norms * per_head).sum() * (1 + 1e-12)
         return Bound(apart, "ball R, sum (B14), sum |V_h W_O,h| L_h")
     key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
-    per_head = join_heads(masses + query + key_masses * key, weights, "ball R, norm 2 (B5)")
+    averages = masses + key_masses * key
+    if not rotary:
+        both = masses * (1 + key.square()).sqrt() * (1 + 1e-12)
+        averages = torch.minimum(averages, both)
+    per_head = _with_query_term(weights, averages, terms, "ball R, norm 2 (B18)")
     # The multi-head form of B5 in norm 2: every head sees the whole perturbation once.
     value = weights.value_norms
     query_all, key_all, value_all = (
@@ -231,8 +299,8 @@ def dot_product_ball_bound(
     )
     bracket = (
         masses.amax() * value_all
-        + radius / root * (value * key_size).amax() * query_all
-        + radius / root * key_masses.amax() * (value * query_size).amax() * key_all
+        + radius / root * (value * terms.key_size).amax() * query_all
+        + radius / root * key_masses.amax() * (value * terms.query_size).amax() * key_all
     )
     together = Bound(weights.output_norm * bracket, "ball R, norm 2, heads together (B5)")
     return least([per_head, together])
@@ -281,10 +349,10 @@ def qk_norm_ball_bound(
     query = radius / root * size_k * slope_q
     key = radius / root * size_q * slope_k
     if norm == "tok":
-        return join_heads(1 + query + key, weights, "qk norm, ball R, tok (B5, B6)")
+        return weights.join(1 + query + key, "qk norm, ball R, tok (B5, B6)")
     mass = row_mass(seq_len, mask, size_q * size_k / root)
     key_mass = min(mass, math.sqrt(seq_len / 2))
-    return join_heads(mass + query + key_mass * key, weights, "qk norm, ball R, norm 2 (B5, B6)")
+    return weights.join(mass + query + key_mass * key, "qk norm, ball R, norm 2 (B5, B6)")
 
 
 def on_the_ball(

@@ -210,8 +210,8 @@ class CosineSelfAttention(SelfAttention, _CosineAttention):
 
     `W_o` joins the heads. Globally Lipschitz in exact arithmetic for every mask without empty rows,
     with or without its diagonal. One head has the constant
-    `nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|)` in norm tok, for any length (theory note B6; Qi et
-    al. 2023, "LipsFormer"). Rotating queries and keys by position keeps the bound.
+    `nu eps^-1/2 sqrt(|W_V|^2 + tau^2 max(|W_Q|, |W_K|)^2)` in norm tok, for any length (theory note
+    B6, after Qi et al. 2023, "LipsFormer"). Rotating queries and keys by position keeps the bound.
     `wellposed.certify` computes the bound of the layer. A small eps makes the map steep near zero
     queries.
 
