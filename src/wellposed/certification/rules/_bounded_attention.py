@@ -140,8 +140,8 @@ def cosine_attention_bound(
     if output_norm is None or norm == 2:
         return bound
     width = math.sqrt(query.shape[1]) if norm == "inf" else 1.0
-    whole = output_norm * weights.per_token().square().sum().sqrt() * width * (1 + 1e-12)
-    return least([bound, Bound(whole, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")])
+    with_output = output_norm * weights.per_token().square().sum().sqrt() * width * (1 + 1e-12)
+    return least([bound, Bound(with_output, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")])
 
 
 @dataclass(frozen=True)
