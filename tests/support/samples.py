@@ -121,6 +121,17 @@ SAMPLES = {
         _plain(lambda width: nn.Linear(width, 3), keeps_width=False),
     ],
     ours.OrthogonalLinear: [_plain(ours.OrthogonalLinear)],
+    nn.Conv1d: [
+        _plain(lambda width: nn.Conv1d(5, 5, 3, padding=1), keeps_width=False, norms=("inf", 2), tokens=5),
+        _plain(lambda width: nn.Conv1d(5, 10, 3, padding=1, stride=2, groups=5), keeps_width=False, norms=("inf", 2),
+               tokens=5),
+        _plain(lambda width: nn.Conv1d(5, 5, 3, padding=1, padding_mode="circular"), keeps_width=False,
+               norms=("inf", 2), tokens=5),
+    ],
+    # It reads (batch, channels, height, width); tests/certification/test_convolutions.py attacks it.
+    nn.Conv2d: [
+        _plain(lambda width: nn.Conv2d(3, 3, 3), keeps_width=False, norms=("inf", 2), runs_alone=False),
+    ],
     nn.Identity: [_plain(lambda width: nn.Identity())],
     RemovedNorm: [_plain(lambda width: RemovedNorm())],
     nn.Flatten: [_plain(lambda width: nn.Flatten(), keeps_width=False, certifiable=False)],

@@ -82,8 +82,8 @@ class Certificate:
     layers: tuple[CertifiedLayer, ...]
     label: Label
     norm: TokenNorm
-    tokens: int
-    """Largest number of tokens covered."""
+    tokens: int | None
+    """Largest number of tokens covered; None if the bound does not depend on it."""
     min_tokens: int
     """Smallest number of real tokens covered; sharpens mean pooling in norms 2 and sum."""
     mask: str
@@ -275,7 +275,8 @@ class Certificate:
         lengths = _per_input("tokens", tokens, inputs)
         problems = []
         # NaN must count as too long, hence the negation.
-        if (long := ~(lengths <= self.tokens)).any():
+        most = math.inf if self.tokens is None else self.tokens
+        if (long := ~(lengths <= most)).any():
             worst = f"{float(lengths[long].max()):g}"
             problems.append(
                 f"the certificate covers at most {self.tokens} tokens, received {worst}"
@@ -358,6 +359,10 @@ class Certificate:
         return json.loads(json.dumps(plain), parse_constant=lambda word: str(float(word)))
 
     def _span(self) -> str:
+        if self.tokens is None:
+            return (
+                "any number of tokens" if self.min_tokens == 1 else f">= {self.min_tokens} tokens"
+            )
         smallest = "<=" if self.min_tokens == 1 else f"{self.min_tokens} to"
         return f"{smallest} {self.tokens} tokens"
 

@@ -21,7 +21,13 @@ from wellposed.certification._certificate import (
     options_digest,
     weights_digest,
 )
-from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
+from wellposed.certification._cross_check import (
+    TRIED_TOKENS,
+    Claim,
+    channels_of,
+    try_out,
+    undisturbed,
+)
 from wellposed.certification._walk import RuleContext
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
@@ -41,7 +47,7 @@ _NO_PREFIX = (
 def certify(
     module: nn.Module,
     *,
-    seq_len: int,
+    seq_len: int | None = None,
     norm: TokenNorm = "tok",
     radius: float | None = None,
     mask: MaskKind | None = None,
@@ -63,7 +69,8 @@ def certify(
         module: Any module, in its current mode; call ``module.eval()``, as dropout on attention
             weights has no bound. Whole models are certified from the embedded input on, models of
             pairs from the tokens of both texts on, which move together.
-        seq_len: Largest number of tokens N; of a pair, in each of its texts.
+        seq_len: Largest number of tokens N; of a pair, in each of its texts. Not needed if no part
+            mixes tokens, as in stacks of linear maps and activations.
         norm: One of ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its
             radius is also one in norm 2), ``2`` (Frobenius), ``"inf"`` (largest entry), ``"sum"``
             (of the 2-norms of real tokens, for replaced words: variant lipschitz only, B14).
@@ -77,7 +84,8 @@ def certify(
 
     Raises:
         ShapeError: ``seq_len`` or ``min_tokens`` is out of range.
-        ConfigError: unknown norm or mask, a mask that the module does not run, or ``radius <= 0``.
+        ConfigError: ``seq_len`` is missing and a part needs it; unknown norm or mask, a mask that
+            the module does not run, or ``radius <= 0``.
         NotLipschitzError: NaN or infinity in a parameter (all are named) or in the cross-check.
         UnsoundBoundError: the cross-check exceeds a bound, so the named module's rule is wrong.
 
@@ -86,7 +94,7 @@ def certify(
 
     >>> import torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> certificate = certify(net, seq_len=16)
+    >>> certificate = certify(net)
     >>> x, y = torch.randn(2, 16, 4)
     >>> bool((net(x) - net(y)).norm(dim=-1).max() <= certificate.total * (x - y).norm(dim=-1).max())
     True
@@ -96,11 +104,13 @@ def certify(
     if mask is not None and mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
     for name, count in (("seq_len", seq_len), ("min_tokens", min_tokens)):
+        if count is None:
+            continue
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ShapeError(
                 f"certify: {name} must be a whole number of tokens >= 1, received {count!r}"
             )
-    if min_tokens > seq_len:
+    if seq_len is not None and min_tokens > seq_len:
         raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
     if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
         raise ConfigError(
@@ -132,7 +142,9 @@ def certify(
                 for visit in sorted(visits, key=lambda visit: _outwards(visit.row.path))
                 if visit.module is not None
             ]
-            few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
+            most = TRIED_TOKENS if seq_len is None else min(seq_len, TRIED_TOKENS)
+            # A convolution reads channels in place of tokens.
+            few = channels_of(module) or max(min_tokens, most) * (2 if reads_pairs(module) else 1)
             causal = builder.masks == {"causal"}
             layers = {
                 owner: made[1]

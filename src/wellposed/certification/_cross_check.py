@@ -324,6 +324,13 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         yield
 
 
+def channels_of(module: nn.Module) -> int | None:
+    """Return the number of channels that the first convolution of a module reads, or None."""
+    return next(
+        (part.in_channels for part in module.modules() if isinstance(part, nn.Conv1d)), None
+    )
+
+
 def _width(module: nn.Module) -> int | None:
     """Return the width of the tokens that a module, or its first part with a width, reads."""
     if hasattr(module, "get_input_embeddings"):

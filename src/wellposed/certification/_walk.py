@@ -76,7 +76,7 @@ class CertificateBuilder:
         kind = class_called(module).__name__
         index = len(self.visits)
         self.visits.append(None)
-        asked = (context.norm, context.seq_len, context.min_tokens, context.given_mask)
+        asked = (context.norm, context.tokens, context.min_tokens, context.given_mask)
         key = (id(module), (*asked, context.radius, context.is_branch))
         known = self.memory.get(key)
         bound = self._answer(module, context, index) if known is None else known[1]
@@ -162,8 +162,8 @@ class RuleContext:
     """Largest 2-norm of a token entering the module; infinite on the whole space."""
     norm: TokenNorm
     """``"tok"``, ``"inf"``, ``2`` or ``"sum"``, the norm of every bound of the certificate."""
-    seq_len: int
-    """Largest number of tokens."""
+    tokens: int | None
+    """Largest number of tokens; None if the caller does not say."""
     min_tokens: int = 1
     """Smallest number of tokens that are not padding."""
     given_mask: MaskKind | None = None
@@ -174,6 +174,16 @@ class RuleContext:
     """The certificate that this context writes to."""
     is_branch: bool = False
     """Whether a residual around the module will bound it together with its skip."""
+
+    @property
+    def seq_len(self) -> int:
+        """Largest number of tokens; a `ConfigError` if the caller gave none."""
+        if self.tokens is None:
+            raise ConfigError(
+                f"certify: the bound of {self.path or 'the module'} depends on the number of"
+                " tokens; pass seq_len=, the largest"
+            )
+        return self.tokens
 
     @property
     def mask(self) -> MaskKind:

@@ -2,6 +2,7 @@
 
 from wellposed.certification.bounds._branch import branch_bound as branch_bound
 from wellposed.certification.bounds._chain import chain_bound as chain_bound
+from wellposed.certification.bounds._convolution import convolution_norm as convolution_norm
 from wellposed.certification.bounds._network import Link as Link
 from wellposed.certification.bounds._network import Matrix as Matrix
 from wellposed.certification.bounds._network import Network as Network

@@ -8,7 +8,7 @@ is positive definite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,17 @@ from torch import Tensor
 from wellposed.certification.bounds._network import UNDERFLOW, Network
 from wellposed.certification.bounds._search import Ascent, smallest_proved, top_weights
 from wellposed.errors import ConfigError
-from wellposed.linalg import proves_definite
+from wellposed.linalg import proves_definite, symmetric_product
 
 UNIT = torch.finfo(torch.float64).eps / 2
 _MORE_TERMS = 8
 # Factors of the smallest multiplier that are tried first.
 _FACTORS = (0.05, 0.12, 0.3, 0.6, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0, 1e3, 1e4)
-_WORK = 2e9
+_WIDE = 256
+"""Widths from which multiples of one vector are tried, by few products."""
+_WIDE_FACTORS = (0.3, 0.8, 2.0, 5.0, 12.0, 30.0)
+_POWER_STEPS = 12
+_WORK = 5e8
 """Multiply-adds that a search may take for one layer; wide layers get fewer steps."""
 _STEPS = 50
 
@@ -73,10 +77,12 @@ def branch_bound(
     maps = _maps(networks, skips, scales)
     if multipliers is not None:
         _check(multipliers, maps)
-        roots = multipliers.to(torch.float64).sqrt()
+        grams = _grams(maps, multipliers.to(torch.float64))
+    elif maps.straight.shape[-1] >= _WIDE and maps.into.shape[-2]:
+        grams = _on_one_ray(maps)
     else:
-        roots = _proposed(maps).sqrt()
-    bounds = _proved(maps, roots)
+        grams = _grams(maps, _proposed(maps))
+    bounds = _proved(maps, grams)
     return [float(bound) for bound in bounds + maps.excess]
 
 
@@ -188,32 +194,103 @@ def _value_and_gradient(
     return torch.where(fails[..., 0, 0], math.inf, values), gradient
 
 
-def _proved(maps: _Maps, roots: Tensor) -> Tensor:
-    """Return the smallest bounds that the proof accepts, T being the squares of ``roots``."""
-    straight, out, into = maps.straight, maps.out, maps.into
-    inner = into * roots[..., :, None]
-    outer = out / roots[..., None, :]
-    gram = inner.mT @ inner
-    room = -(outer @ outer.mT)
+@dataclass(frozen=True, eq=False)
+class _Grams:
+    """``C'TC`` and ``B T^-1 B'``, and bounds of the products that are summed in their entries."""
+
+    inner: Tensor
+    outer: Tensor
+    inner_sizes: Tensor
+    outer_sizes: Tensor
+    terms: int
+
+    def scaled(self, factor: Tensor) -> _Grams:
+        """Return those of T times a factor, one a map."""
+        rows = factor[:, None]
+        return _Grams(
+            self.inner * rows[..., None],
+            self.outer / rows[..., None],
+            self.inner_sizes * rows,
+            self.outer_sizes / rows,
+            self.terms + 1,
+        )
+
+
+def _grams(maps: _Maps, multipliers: Tensor) -> _Grams:
+    """Return the products for T, the squares of the stored roots of the multipliers."""
+    roots = multipliers.sqrt()
+    inner = maps.into * roots[..., :, None]
+    outer = maps.out / roots[..., None, :]
+    return _Grams(
+        symmetric_product(inner.mT, inner),
+        symmetric_product(outer, outer.mT),
+        inner.square().sum(-2),
+        outer.square().sum(-1),
+        maps.into.shape[-2] + _MORE_TERMS,
+    )
+
+
+def _on_one_ray(maps: _Maps) -> _Grams:
+    """Return the products for the best of some multiples of the balanced vector."""
+    rows = maps.into.norm(dim=-1)
+    columns = maps.out.norm(dim=-2)
+    base = _grams(maps, _above(columns) / _above(rows))
+    start = torch.ones(*maps.straight.shape[:-2], base.outer.shape[-1], 1, dtype=torch.float64)
+    smallest = _power(lambda vector: base.outer @ vector, start)
+    tried = [1.01 * smallest * (1 + factor) for factor in _WIDE_FACTORS]
+    values = torch.stack([_reach(maps, base, size) for size in tried])
+    chosen = values.argmin(0, keepdim=True)
+    return base.scaled(torch.stack(tried).gather(0, chosen)[0])
+
+
+def _reach(maps: _Maps, grams: _Grams, size: Tensor) -> Tensor:
+    """Estimate rho for T times a size by some power steps; infinite if it is too small."""
+    room = -grams.outer / size[:, None, None]
     room.diagonal(dim1=-2, dim2=-1).add_(1)
-    terms = into.shape[-2] + _MORE_TERMS
-    sizes = (inner.square().sum(-2), outer.square().sum(-1))
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    factor, info = torch.linalg.cholesky_ex(room)
+    usable = info == 0
+    factor = torch.where(usable[:, None, None], factor, torch.eye(factor.shape[-1]).to(factor))
+
+    def step(vector: Tensor) -> Tensor:
+        solved = torch.cholesky_solve(maps.straight @ vector, factor)
+        return size[:, None, None] * (grams.inner @ vector) + maps.straight.mT @ solved
+
+    start = torch.ones(*grams.inner.shape[:-1], 1, dtype=torch.float64)
+    return torch.where(usable, _power(step, start), math.inf)
+
+
+def _power(step: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
+    """Estimate the largest eigenvalue of a map of vectors by power steps, from below."""
+    places = torch.arange(1, vector.shape[-2] + 1, dtype=vector.dtype)
+    vector = places.square().sin()[:, None].expand_as(vector)
+    size = vector.norm(dim=-2, keepdim=True)
+    for _ in range(_POWER_STEPS):
+        vector = step(vector / size.clamp_min(1e-300))
+        size = vector.norm(dim=-2, keepdim=True)
+    return size[..., 0, 0]
+
+
+def _proved(maps: _Maps, grams: _Grams) -> Tensor:
+    """Return the smallest bounds that the proof accepts."""
+    straight = maps.straight
+    room = -grams.outer
+    room.diagonal(dim1=-2, dim2=-1).add_(1)
+    identity = torch.eye(grams.inner.shape[-1], dtype=torch.float64)
 
     def proves(squares: Tensor) -> Tensor:
         blocks = {
-            (0, 0): squares[:, None, None] * identity - gram,
+            (0, 0): squares[:, None, None] * identity - grams.inner,
             (1, 0): straight,
             (1, 1): room,
         }
         errors = [
-            (UNIT * (2 * terms * sizes[0] + 4 * squares[:, None])).sqrt(),
-            (UNIT * (2 * terms * sizes[1] + 4)).sqrt(),
+            (UNIT * (2 * grams.terms * grams.inner_sizes + 4 * squares[:, None])).sqrt(),
+            (UNIT * (2 * grams.terms * grams.outer_sizes + 4)).sqrt(),
         ]
         return proves_definite(blocks, errors)
 
     factor, info = torch.linalg.cholesky_ex(room)
     half = torch.linalg.solve_triangular(factor, straight, upper=False)
-    guess = torch.linalg.eigvalsh(gram + half.mT @ half)[..., -1]
+    guess = torch.linalg.eigvalsh(grams.inner + half.mT @ half)[..., -1]
     usable = (info == 0) & guess.isfinite()
     return smallest_proved(torch.where(usable, guess, math.nan), proves)

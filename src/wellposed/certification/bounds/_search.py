@@ -11,7 +11,7 @@ from torch import Tensor
 # Eigenvectors whose eigenvalues a step lowers together; the top one alone oscillates.
 _TOP = 16
 # Relative slacks of rho that are tried in turn.
-_SLACKS = (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
+_SLACKS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
 _RATE = 0.15
 _FIRST_TEMPERATURE = 0.02
 # A search ends if so many steps lower rho by less than this share.
