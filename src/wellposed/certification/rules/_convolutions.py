@@ -44,7 +44,9 @@ def _convolution(module: Convolution, context: RuleContext) -> LayerBound:
         taps * (size - 1) for taps, size in zip(module.dilation, module.kernel_size, strict=True)
     )
     padding = [left + right for left, right in _padding(module)]
-    if mode == "circular" and any(more > least for more, least in zip(padding, reach, strict=True)):
+    if mode == "circular" and any(
+        added > needed for added, needed in zip(padding, reach, strict=True)
+    ):
         return context.refuse(
             "its circular padding wraps outputs around more than once, so some count twice; use"
             " padding='same'"
