@@ -16,13 +16,6 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._handle import Constraint, handles_of
-from wellposed.constrain._logits import (
-    Logits,
-    attention_of,
-    check_not_compiled,
-    head_rows,
-)
-from wellposed.constrain._logits_trial import held_logits
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._plan import planned
 from wellposed.constrain._precision import half_warning
@@ -40,6 +33,13 @@ from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet, SetOptions, Ze
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import behaviour_of, overwrites
 from wellposed.constrain._wholes import Wholes
+from wellposed.constrain.logits import (
+    Logits,
+    attention_of,
+    check_not_compiled,
+    head_rows,
+    held_logits,
+)
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.interrupts import run_all
 from wellposed.linalg import cut_of, is_sharded

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from wellposed.constrain._logits import HeldAttention, places_of, scale_, scaled_parameters
+from wellposed.constrain.logits._held import HeldAttention, places_of, scale_, scaled_parameters
 from wellposed.errors import ConfigError, is_about_resources, listed
 from wellposed.hooks import (
     PAST_HOOKS,
