@@ -1,16 +1,13 @@
-"""The handle that keeps weights in their set while an optimizer trains them, until `remove`."""
+"""The handle of constrained weights: its hooks around the optimizer's steps, until `remove`."""
 
 from __future__ import annotations
 
 import copyreg
-import logging
-import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,43 +15,31 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wellposed.call_checks import checked_arguments
-from wellposed.constrain._batches import batches_of
+from wellposed.constrain._constrained import Constrained
 from wellposed.constrain._guard import guard_of
-from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, copy_for_undo
 from wellposed.constrain._report import ConstraintErrors, ConstraintReport, ConstraintWarning
 from wellposed.constrain._select import WeightSlice, all_candidates
-from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
 from wellposed.constrain._step_checks import (
     LIMIT,
     change_counter,
+    check_gradients,
     check_still_stepped,
     check_still_there,
-    check_storage,
     is_inner,
 )
-from wellposed.constrain._trial import reads_weight_size
 from wellposed.constrain._wholes import Wholes
-from wellposed.errors import ConfigError, ConvergenceError, listed
+from wellposed.errors import listed
 from wellposed.interrupts import run_all, uninterrupted
-from wellposed.linalg import (
-    QUADRATIC_LIMIT,
-    ErrorNorm,
-    Retraction,
-    Workspace,
-    full_precision,
-    is_sharded,
-)
+from wellposed.linalg import ErrorNorm, is_sharded
 from wellposed.plan import Plan
 from wellposed.roles import CallWatch, WeightView
 
-logger = logging.getLogger(__name__)
 Args: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 Call: TypeAlias = tuple[Args, Keywords]
+Weight = TypeVar("Weight", bound=Constrained)
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
-# Entries of results that wait for one read.
-_WAITING = 2**27
 
 
 class Constraint:
@@ -68,10 +53,8 @@ class Constraint:
     them, or ``attach()`` on a handle that was copied in the same call.
     """
 
-    def __init__(
-        self, model: nn.Module, weights: Iterable[ConstrainedMatrix], *, batched: bool | None
-    ) -> None:
-        self.weights = tuple(weights)
+    def __init__(self, model: nn.Module, weights: Iterable[Constrained]) -> None:
+        self.weights: tuple[Any, ...] = tuple(weights)
         parameters = {id(part.parameter) for weight in self.weights for part in weight.slices}
         names = [part for part in all_candidates(model) if id(part.parameter) in parameters]
         self._model = model
@@ -81,12 +64,8 @@ class Constraint:
         self.report = ConstraintReport(())
         self.plan: Plan | None = None
         """The costs of a step, after ``constrain_(..., dry_run=True)``."""
-        self._is_sharded = any(is_sharded(weight.parameter) for weight in self.weights)
-        if self._is_sharded:
-            assign_owners(self.weights)
-        self._batched = batched
-        self._work = Workspace()
-        self._pending: list[ConstrainedMatrix] = []
+        self._pending: list[Any] = []
+        """The weights of the step that began."""
         self._said: set[str] = set()
         self._hooks: list[Any] = []
         self._is_attached = False
@@ -187,7 +166,7 @@ class Constraint:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, which a copy does not have, and the state of one step."""
-        fresh = {"_hooks": [], "_pending": [], "_work": Workspace(), "_said": set(), "_idle": {}}
+        fresh: dict[str, Any] = {"_hooks": [], "_pending": [], "_said": set(), "_idle": {}}
         fresh |= {"_is_attached": False, "_stateless": []}
         return {**self.__dict__, **fresh}
 
@@ -214,33 +193,45 @@ class Constraint:
         return (*args[:1], closed, *args[2:]), kwargs
 
     @torch.no_grad()
+    @torch._disable_dynamo  # its decisions have no graph
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.active and not is_inner(optimizer):
+            self._finish(optimizer)
+
     def _prepare(self, optimizer: Optimizer) -> None:
+        """Before a step: check its weights, and keep what undoes it."""
+        raise NotImplementedError
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        """After a step: put its weights back into their sets."""
+        raise NotImplementedError
+
+    # Parts of `_prepare` and `_finish`, in their order.
+
+    def _weights_of_step(self, optimizer: Optimizer) -> list[Any]:
+        """Leave an earlier step that did not end; return the weights of the one that begins."""
         self._abandon()
         if id(optimizer) in self._idle:
             self._idle.pop(id(optimizer)).remove()
         due = [weight for weight in self.weights if weight.optimizer is optimizer]
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         check_still_stepped(optimizer, due, stepped)
-        ready = [weight for weight in due if weight.parameter.grad is not None]
-        decay = self.check_decay([optimizer])
-        check_still_there(self._model, self._names)
-        check_storage(ready)
+        return [weight for weight in due if weight.parameter.grad is not None]
 
+    def _check_weights(self, ready: Sequence[Constrained]) -> None:
+        check_still_there(self._model, self._names)
+        check_gradients(ready)
+
+    def _claim(self, optimizer: Optimizer, ready: list[Any]) -> list[str]:
+        """Follow edits and loaded states; return the paths whose moments restarted."""
         restarted = [weight.path for weight in ready if weight.claim()]
         state = optimizer.state
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
         self._stateless = [p for p in stepped if p.grad is not None and not state.get(p)]
         self._pending = ready
-        with full_precision(*{w.parameter.device.type for w in ready}):
-            if self._is_sharded:
-                for weight in ready:
-                    if weight.owner is not None and weight.set.is_steered:
-                        weight.gradient_is = "changing"
-                prepare(ready, self._state)
-            else:
-                self._state(ready)
-        for weight in ready:
-            weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
-        copy_for_undo([weight for weight in ready if not weight.is_saved])
+        return restarted
+
+    def _say_before_step(self, optimizer: Optimizer, restarted: Sequence[str]) -> None:
         if not guard_of(optimizer).is_running:
             self._say(
                 "unguarded",
@@ -255,65 +246,17 @@ class Constraint:
                 f" they restart from zero:\n{listed(restarted)}",
             )
 
-    def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
-        """Return each parameter's weight decay by id; log or refuse it for fixed-size weights."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        decay = {id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]}
-        pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.set.decays]
-        decayed = {
-            f"{w.path}: weight_decay={value} of {type(w.optimizer).__name__}": w.optimizer
-            for w, value in pairs
-            if value != 0
-        }
-        refused = [line for line, by in decayed.items() if reads_weight_size(by)]
-        if refused:
-            raise ConfigError(
-                "constrain_: these weights may not decay: their optimizer computes steps from them,"
-                " so decay cannot be left out exactly. Put them in a group with weight_decay=0, as"
-                " wellposed.parameter_groups(model, weight_decay, where=...)"
-                f" does:\n{listed(refused)}"
-            )
-        if decayed and "decay" not in self._said:
-            self._said.add("decay")
-            logger.warning(
-                "constrain_: weight decay is left out of the steps of %d weights: the constraint"
-                " sets their size",
-                len(decayed),
-            )
-        return decay
-
-    @torch.no_grad()
-    @torch._disable_dynamo  # its decisions have no graph
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.active or is_inner(optimizer):
-            return
+    def _late_weights(self, optimizer: Optimizer) -> list[Any]:
+        """Return the weights whose gradients came after `_prepare`."""
         prepared = set(map(id, self._pending))
         due = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
-        late = [weight for weight in due if id(weight) not in prepared]
-        for weight in late:
-            weight.accept_free_step()
-        pending = self._pending + late
-        with full_precision(*{w.parameter.device.type for w in pending}):
-            retract = partial(finish, work_on=self._retract) if self._is_sharded else self._retract
-            outcomes = retract(pending)
+        return [weight for weight in due if id(weight) not in prepared]
 
-        broken = [f"{weight.path}: {why}" for weight, why in outcomes if isinstance(why, str)]
-        for weight, why in outcomes:
-            if isinstance(why, str):
-                weight.restore()
+    def _end_step(self) -> None:
         self._pending = []
         self._stateless = []
 
-        # Warnings come last, as a filter may make exceptions of them.
-        if broken:
-            raise ConvergenceError(
-                "constrain_: the optimizer made steps that are not finite, so these weights could not"
-                " be retracted and were restored. Check the loss and the gradients, clip them, or lower"
-                f" the learning rate:\n{listed(broken)}"
-            )
-        for weight, taken in outcomes:
-            if isinstance(taken, Retraction):
-                self._say_of(weight, taken)
+    def _say_late(self, late: Sequence[Constrained]) -> None:
         if late:
             self._say(
                 "late",
@@ -326,7 +269,6 @@ class Constraint:
     @torch._disable_dynamo  # it runs inside the guard of a compiled step
     def _undo(self) -> None:
         """After a step that did not end: go back to the weights, gradients and states before it."""
-        self._work.forget()
         for weight in self._pending:
             if weight.is_in_step:
                 weight.restore()
@@ -334,89 +276,15 @@ class Constraint:
         for optimizer in self._optimizers():
             for parameter in self._stateless:
                 optimizer.state.pop(parameter, None)
-        self._pending = []
-        self._stateless = []
+        self._end_step()
 
-    def _is_ahead(self, group: list[ConstrainedMatrix]) -> bool:
-        """Whether to guess numbers instead of reading them: an accelerator waits for each read."""
-        return bool(self._batched) or group[0].parameter.device.type != "cpu"
-
-    def _state(self, matrices: list[ConstrainedMatrix]) -> None:
-        for group in batches_of(matrices, self._batched):
-            is_steered = group[0].set.is_steered
-            for weight in group if is_steered else ():
-                weight.gradient_is = "changing"
-            with self._work.task(_key(group), is_ahead=self._is_ahead(group)):
-                group[0].set.state(group, self._work)
-            for weight in group if is_steered else ():
-                weight.gradient_is = "steered"
-
-    def _retract(self, matrices: list[ConstrainedMatrix]) -> list[Outcome]:
-        pairs = self._guessed(batches_of(matrices, self._batched))
-        return [outcome for group, taken in pairs for outcome in self._retract_group(group, taken)]
-
-    def _guessed(
-        self, groups: list[list[ConstrainedMatrix]]
-    ) -> Iterator[tuple[list[ConstrainedMatrix], Retraction | None]]:
-        """Retract groups by guesses; yield each, with None if on a CPU or if a guess was wrong."""
-        waiting: list[tuple[list[ConstrainedMatrix], Retraction | None]] = []
-        entries = 0
-        for index, group in enumerate(groups):
-            if self._is_ahead(group):
-                taken = None
-                with self._work.task(_key(group), is_ahead=True), suppress(ConvergenceError):
-                    taken = group[0].set.retract(group, self._work)
-                waiting.append((group, taken))
-                entries += len(group) * group[0].entries
-            else:
-                yield group, None
-            if waiting and (entries > _WAITING or index == len(groups) - 1):
-                wrong = self._work.finish()
-                for ahead, taken in waiting:
-                    if taken is None or not wrong.isdisjoint(_key(ahead)):
-                        taken = None
-                        for weight in ahead:
-                            weight.drift = math.inf
-                    yield ahead, taken
-                waiting = []
-                entries = 0
-
-    def _retract_group(
-        self, group: list[ConstrainedMatrix], taken: Retraction | None = None
-    ) -> list[Outcome]:
-        if taken is None:
-            task = _key(group) if self._is_ahead(group) else ()
-            try:
-                with self._work.task(task, is_ahead=False):
-                    taken = group[0].set.retract(group, self._work)
-            except ConvergenceError as error:
-                if len(group) == 1:
-                    return [(group[0], str(error))]
-                return [outcome for weight in group for outcome in self._retract_group([weight])]
-        for weight in group:
-            weight.is_in_step = False  # its result is written, and its copy may change
-        copy_before([weight for weight in group if weight.keeps_copy])
-        for weight in group:
-            weight.settle(taken.drift)
-        return [(weight, taken) for weight in group]
-
-    def _say_of(self, weight: ConstrainedMatrix, taken: Retraction) -> None:
-        if taken.method == "unseen":
-            self._say(
-                "unseen",
-                f"{weight.path}: no forward pass with gradients was seen in this module since the"
-                " optimizer's last step, so its logits are not constrained. Run the model that was"
-                " given to constrain_, not a copy or a compiled one",
-            )
-        elif taken.method in ("exponential", "svd"):
-            self._say(
-                "large",
-                f"{weight.path}: one step or edit moved this orthogonal weight by up to"
-                f" {taken.size:.2g} (spectral norm; {QUADRATIC_LIMIT:g} is a radian), so the slower exact"
-                " retraction was used; lower the learning rate or warm it up."
-                " Silence with warnings.filterwarnings('ignore', category="
-                "wellposed.constrain.ConstraintWarning)",
-            )
+    @torch.no_grad()
+    def _abandon(self) -> None:
+        """End a step that did not end and was not guarded: compiled, or bound to a name, before."""
+        for weight in self._pending:
+            weight.restore_gradient()
+            weight.abandon()
+        self._end_step()
 
     def _say(self, kind: str, message: str) -> None:
         if kind not in self._said:
@@ -443,19 +311,6 @@ class Constraint:
             hear = weight.parameter.register_post_accumulate_grad_hook
             if id(weight.optimizer) not in self._idle and not is_sharded(weight.parameter):
                 self._idle[id(weight.optimizer)] = hear(change_counter(say))
-
-    @torch.no_grad()
-    def _abandon(self) -> None:
-        """End a step that did not end and was not guarded: compiled, or bound to a name, before."""
-        self._work.forget()
-        for weight in self._pending:
-            weight.restore_gradient()
-            if weight.is_displaced and weight.is_in_step:
-                weight.restore()
-            elif weight.is_in_step:
-                weight.forget()  # a free step, and perhaps edits since
-        self._pending = []
-        self._stateless = []
 
 
 def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -484,10 +339,6 @@ def _reduced(optimizer: Optimizer) -> Any:
     make, arguments, state, *others = reduced
     hooks = OrderedDict([(_LOST, partial(_say_lost, paths))])
     return make, arguments, {**state, "_optimizer_step_pre_hooks": hooks}, *others
-
-
-def _key(group: list[ConstrainedMatrix]) -> tuple[int, ...]:
-    return tuple(map(id, group))
 
 
 def handles_of(optimizer: Optimizer) -> list[Constraint]:

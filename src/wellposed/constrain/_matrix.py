@@ -8,10 +8,19 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
+from wellposed.constrain._constrained import Constrained
+from wellposed.constrain._copies import are_alike, are_same, copy_before
+from wellposed.constrain._moments import (
+    LIE_MARK,
+    NOTE,
+    are_lie,
+    leave_lie_coordinates,
+    restart,
+    restart_stepped,
+)
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import TOLERANCES, MatrixSet
 from wellposed.constrain._start import start_weights
@@ -32,16 +41,13 @@ from wellposed.linalg import (
 _ROUNDING = 0.1
 
 
-class ConstrainedMatrix:
+class ConstrainedMatrix(Constrained):
     """A matrix that is put back into its set after each step, and the state that this needs."""
 
     def __init__(self, part: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
         assert part.parameter is not None  # refused before otherwise
+        super().__init__(part.label, [part], part.parameter, optimizer)
         self.place = part
-        self.path = part.label
-        self.slices: Sequence[WeightSlice] = [part]
-        self.parameter: nn.Parameter = part.parameter
-        self.optimizer = optimizer
         self.set = matrix_set
         self.memory: Any = matrix_set.memory()
         """State that the set keeps of this matrix from one step to the next, until `forget`."""
@@ -82,12 +88,6 @@ class ConstrainedMatrix:
         """The norm that was proved at the last step: the start of the next proof."""
         self.is_kept = False
         """Whether `before` holds the matrix as the last step left it."""
-        self.is_in_step = False
-        """Whether a step began that has not written its result."""
-        self.is_saved = False
-        """Whether `spare`, or else `point`, holds the matrix from before the step that began."""
-        self.spare: list[Tensor] = []
-        """Copies of `stepped`, while a step runs, if the set keeps none of its own."""
         self.gradient_is: Literal["plain", "changing", "steered"] = "plain"
         """Whether `MatrixSet.state` has changed the gradient."""
         # The optimizer's state of the parameter after the last step; loading replaces it.
@@ -109,6 +109,11 @@ class ConstrainedMatrix:
         """The matrix's part of the gradient: a view."""
         gradient = self.parameter.grad
         return None if gradient is None else self.place.seen(gradient)
+
+    @property
+    def entries_in_float32(self) -> int:
+        """All entries, if the set keeps a float32 copy of half weights."""
+        return self.entries if self.set.keeps_master else 0
 
     @property
     def is_half(self) -> bool:
@@ -162,14 +167,11 @@ class ConstrainedMatrix:
         part = self.layout.split(stored)[self.layout.cut.rank]
         self.value.copy_(part.mT if self.place.transposed else part)
 
-    def watch(self, handles: list[Any]) -> None:
-        """Register the hooks by which the set watches the model; append their removable handles."""
-
     def forget(self) -> None:
         """Measure error and moments at the next step: free steps may have come between."""
-        self.is_displaced = self.is_kept = self.is_in_step = self.is_saved = False
+        super().forget()
+        self.is_displaced = self.is_kept = False
         self.gradient_is = "plain"
-        self.spare = []
         self.memory = self.set.memory()
         self._state = None
         self.drift = math.inf
@@ -189,7 +191,9 @@ class ConstrainedMatrix:
         if self.master is not None:
             self._refresh_master(self.master)
         else:
-            self.is_kept &= is_known and self.before is not None and _alike(self.before, self.value)
+            self.is_kept &= (
+                is_known and self.before is not None and are_alike(self.before, self.value)
+            )
             self.drift = self.drift if self.is_kept else math.inf
 
         stale = self._claim_moments(is_known=is_known)
@@ -210,17 +214,13 @@ class ConstrainedMatrix:
             if saved is not None and self.set.error(read(point)) <= saved + rounding:
                 self.drift = saved
             return False
-        if not self.is_square and LIE_MARK not in state:
-            return False
+        if not self.is_square:
+            return leave_lie_coordinates(self.optimizer, self.parameter)
 
-        stale = have_stepped(state)
-        if stale:
-            restart(self.optimizer, self.parameter)
+        stale = restart_stepped(self.optimizer, self.parameter)
         state = self.optimizer.state.get(self.parameter)
-        if self.is_square and state:
+        if state:
             state[LIE_MARK] = None
-        elif state:
-            state.pop(LIE_MARK, None)
         return stale
 
     def remember(self, *, decayed: bool) -> None:
@@ -241,13 +241,16 @@ class ConstrainedMatrix:
 
     def restore(self) -> None:
         """Undo `remember`, and the optimizer's step after it."""
-        if self.is_saved and self.spare:
-            torch._foreach_copy_(self.stepped(), self.spare)
-        elif self.is_saved and self.point is not None:
+        if self.is_saved and not self.spare and self.point is not None:
             self.value.copy_(self.point)
-        self.is_kept = False
-        self.is_displaced = self.is_in_step = self.is_saved = False
-        self.spare = []
+        self.is_kept = self.is_displaced = False
+        super().restore()
+
+    def abandon(self) -> None:
+        """Leave a step that did not end; a matrix that holds the bare step goes back."""
+        if self.is_displaced and self.is_in_step:
+            self.restore()
+        super().abandon()
 
     def restore_gradient(self) -> None:
         """Undo `MatrixSet.state`: a second step then takes the same way. A part is dropped."""
@@ -328,7 +331,9 @@ class ConstrainedMatrix:
             return None
         # Optimizers cast loaded state to the parameter's dtype; all float types represent bytes.
         value = saved.to(torch.uint8).view(self.dtype)
-        is_own = value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value)
+        is_own = value.shape == self.value.shape and are_same(
+            value.to(self.value.dtype), self.value
+        )
         return value if is_own else None
 
     def adopt_master(self, value: Tensor | None) -> None:
@@ -344,55 +349,6 @@ class ConstrainedMatrix:
         """Follow a loaded optimizer state, or an edit, since the last step."""
         saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
         is_reloaded = saved is not None and saved is not self._exposed
-        if is_reloaded or not _same(master.to(self.parameter.dtype), self.value):
+        if is_reloaded or not are_same(master.to(self.parameter.dtype), self.value):
             self.adopt_master(self.saved_master())
             self.drift = math.inf
-
-
-def copy_before(matrices: Sequence[ConstrainedMatrix]) -> None:
-    """Copy matrices of one shape to their `before`."""
-    for matrix in matrices:
-        if matrix.before is None or not _alike(matrix.before, matrix.value):
-            matrix.before = torch.empty_like(matrix.value)
-    pairs = [(matrix.before, matrix.value) for matrix in matrices if matrix.before is not None]
-    if len(pairs) == 1:  # a sharded one is alone
-        pairs[0][0].copy_(pairs[0][1])
-    elif pairs:
-        before, values = zip(*pairs, strict=True)
-        torch._foreach_copy_(before, values)
-
-
-def copy_for_undo(matrices: Sequence[ConstrainedMatrix]) -> None:
-    """Copy what a step changes of matrices that keep no copy of their own, until it ends.
-
-    Cost: an allocation and a copy for each dtype and device, and the memory of these weights while
-    a step runs.
-    """
-    parts_of = {matrix: matrix.stepped() for matrix in matrices}
-    alike: dict[object, list[Tensor]] = {}
-    for parts in parts_of.values():
-        for part in parts:
-            alike.setdefault((part.dtype, part.device), []).append(part)
-
-    copies: dict[int, Tensor] = {}
-    for parts in alike.values():
-        sizes = [part.numel() for part in parts]
-        pieces = parts[0].new_empty(sum(sizes)).split(sizes)  # one allocation
-        shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-        torch._foreach_copy_(shaped, parts)
-        copies.update(zip(map(id, parts), shaped, strict=True))
-
-    # Only now are all copies complete.
-    for matrix, parts in parts_of.items():
-        matrix.spare = [copies[id(part)] for part in parts]
-        matrix.is_saved = True
-
-
-def _alike(first: Tensor, second: Tensor) -> bool:
-    return (first.shape, first.device) == (second.shape, second.device)
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    if is_sharded(first):
-        return bool((read(first) == read(second)).all())
-    return torch.equal(first, second)

@@ -82,3 +82,21 @@ def restart(optimizer: Optimizer, parameter: Tensor) -> None:
             value.fill_(name == "mu_product")  # NAdam multiplies from 1
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             state[name] = type(value)(0)
+
+
+def restart_stepped(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Restart the moments of a parameter if they are those of a step; return whether they were."""
+    stale = have_stepped(optimizer.state[parameter])
+    if stale:
+        restart(optimizer, parameter)
+    return stale
+
+
+def leave_lie_coordinates(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Restart moments in Lie coordinates and remove their mark; return whether a step made them."""
+    if LIE_MARK not in optimizer.state.get(parameter, {}):
+        return False
+    stale = restart_stepped(optimizer, parameter)
+    # Last, as it says that a restart is due.
+    optimizer.state.get(parameter, {}).pop(LIE_MARK, None)
+    return stale

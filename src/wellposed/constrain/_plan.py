@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from wellposed.constrain._batches import ENTRIES
-from wellposed.constrain._handle import Constraint
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
 from wellposed.constrain._shares import by_kind, rounds_of
 from wellposed.constrain._start import start_weights
+from wellposed.constrain._steps import MatrixConstraint
 from wellposed.plan import Meter, Plan, counted_kinds, model_flops_per_token, ranks_of
 
 # Smaller side of the matrix on which a step is measured; costs grow with its cube.
@@ -91,7 +91,7 @@ def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> t
     made = replace(type(like).for_weight(1.0, part), is_steered=like.is_steered)
     matrix = ConstrainedMatrix(part, optimizer, made)
     start_weights([matrix], dry_run=False)
-    handle = Constraint(layer, [matrix], batched=True)
+    handle = MatrixConstraint(layer, [matrix], batched=True)
     handle.attach()
     meter = Meter()
     first = 0

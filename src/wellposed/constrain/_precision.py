@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from wellposed.constrain._matrix import ConstrainedMatrix
+from wellposed.constrain._constrained import Constrained
 from wellposed.half_weights import lost_steps_warning
 
 
-def half_warning(weights: Iterable[ConstrainedMatrix]) -> str:
+def half_warning(weights: Iterable[Constrained]) -> str:
     """Return a warning about trained 16-bit weights of the optimizers; empty if there are none.
 
     A weight that an orthogonal set covers has a float32 copy and is not counted.
@@ -20,7 +20,7 @@ def half_warning(weights: Iterable[ConstrainedMatrix]) -> str:
     optimizers = {}
     for weight in weights:
         optimizers[id(weight.optimizer)] = weight.optimizer
-        copied[id(weight.parameter)] += weight.entries if weight.set.keeps_master else 0
+        copied[id(weight.parameter)] += weight.entries_in_float32
 
     stepped: list[Tensor] = [
         parameter

@@ -331,6 +331,12 @@ def _asked(where: Where | None) -> list[Asked]:
     )
 
 
+def has_empty_weights(slices: Iterable[WeightSlice]) -> bool:
+    """Whether a weight is on the meta device, so that it has no values."""
+    parameters = (weight_slice.parameter for weight_slice in slices)
+    return any(parameter is not None and parameter.is_meta for parameter in parameters)
+
+
 def all_candidates(model: nn.Module) -> Iterator[WeightSlice]:
     """Yield every parameter of the model under each of its names, and every computed weight."""
     for path, module in model.named_modules(remove_duplicate=False):

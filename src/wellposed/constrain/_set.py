@@ -4,41 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from wellposed.constrain._options import LOGITS, SetOptions, check_length
 from wellposed.constrain._select import WeightSlice
 from wellposed.errors import ConfigError
 from wellposed.linalg import Retraction, Workspace, read, wide, write_matrices_
-from wellposed.options import Positive, fits
 from wellposed.registry import Registry
 
 # Reachable max |W^T W / g^2 - I| as stored. Rounding entries by a relative u moves entries of W^T W by
 # at most 2 u + u^2 (Cauchy and Schwarz). A test reaches it: 7.83e-3 in bfloat16, u = 2^-8; 9.8e-4 in
 # float16, u = 2^-11. The float32 copy adds its own 1e-5.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-@dataclass(frozen=True)
-class SetOptions:
-    """The options of `constrain_` from which sets make their sizes."""
-
-    bound: float | str | None = None
-    gain: float | Literal["fit"] | None = None
-    embeddings: Literal["refuse", "fit"] = "refuse"
-    is_pretrained: bool = False
-    """Whether the model has trained weights, which ``gain`` fits by default."""
-
-    def changed(self) -> list[str]:
-        """Return the names of the options that are not as by default."""
-        is_changed = {
-            "bound": self.bound not in (None, 1.0),
-            "gain": self.gain not in (None, 1.0),
-            "embeddings": self.embeddings != "refuse",
-        }
-        return [name for name, changed in is_changed.items() if changed]
 
 
 @dataclass(frozen=True)
@@ -99,11 +79,7 @@ class MatrixSet:
     @classmethod
     def check_bound(cls, bound: float | str | None) -> None:
         """Raise `ConfigError` for a bound that no size of the set has."""
-        if bound is not None and not _is_length(bound):
-            raise ConfigError(
-                f"constrain_: bound = {bound!r}, expected a finite number > 0, or such as 'rms:1'"
-                " for to='spectral'"
-            )
+        check_length(bound)
 
     @classmethod
     def reads_orientation(cls, options: SetOptions) -> bool:
@@ -198,9 +174,5 @@ class MatrixSet:
         return self.nearest(matrix)
 
 
-def _is_length(bound: float | str) -> bool:
-    return isinstance(bound, (int, float)) and fits(bound, Positive)
-
-
-SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
+SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets", taken=(LOGITS,))
 """Sets by the name that ``constrain_(to=)`` gives."""

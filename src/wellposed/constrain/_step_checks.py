@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed.constrain._constrained import Constrained
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.errors import ConfigError, listed
@@ -45,7 +46,7 @@ def check_still_there(model: nn.Module, names: Iterable[WeightSlice]) -> None:
 
 
 def check_still_stepped(
-    optimizer: Optimizer, due: Sequence[ConstrainedMatrix], stepped: Iterable[Tensor]
+    optimizer: Optimizer, due: Sequence[Constrained], stepped: Iterable[Tensor]
 ) -> None:
     """Raise if the optimizer steps none of its constrained weights any more, but copies of them."""
     now = set(map(id, stepped))
@@ -69,8 +70,8 @@ def is_inner(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def check_storage(ready: list[ConstrainedMatrix]) -> None:
-    """Raise for weights of another dtype than before, and for sparse gradients."""
+def check_dtypes(ready: Sequence[ConstrainedMatrix]) -> None:
+    """Raise for weights of another dtype than before, if their float32 copy depends on it."""
     changed = [w for w in ready if w.set.keeps_master and w.stored_dtype != w.parameter.dtype]
     lines = [f"{w.path}: was {w.stored_dtype}, now {w.parameter.dtype}" for w in changed]
     if lines:
@@ -78,6 +79,10 @@ def check_storage(ready: list[ConstrainedMatrix]) -> None:
             "constrain_: these weights changed their dtype while they were constrained; call remove(),"
             " convert the model, build its optimizer and call constrain_ again:\n" + listed(lines)
         )
+
+
+def check_gradients(ready: Sequence[Constrained]) -> None:
+    """Raise for sparse gradients."""
     sparse = [w.path for w in ready if getattr(w.parameter.grad, "is_sparse", False)]
     if sparse:
         raise ConfigError(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from wellposed.constrain.logits._held import HeldAttention, places_of, scale_, scaled_parameters
+from wellposed.constrain.logits._capped import CappedAttention
+from wellposed.constrain.logits._rows import heads_and_powers, scale_, scaled_parameters
 from wellposed.errors import ConfigError, is_about_resources, listed
 from wellposed.hooks import (
     PAST_HOOKS,
@@ -30,13 +31,13 @@ _PLAIN = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 """Arguments that a call does not change; a cache of keys is none."""
 
 
-def held_logits(
+def tried_attention(
     roles: Sequence[AttentionRole],
     model: nn.Module,
     owners: Mapping[Any, Optimizer],
     bound: float,
     batch: Any,
-) -> list[HeldAttention]:
+) -> list[CappedAttention]:
     """Return the modules to scale; raise `ConfigError` if their logits do not follow the rows.
 
     To test that, the heads of each are scaled by 1/16 and 1/256 once and restored.
@@ -50,7 +51,7 @@ def held_logits(
             f"constrain_: to='logits' runs {type(model).__name__} once to check that logits follow"
             " the rows that are scaled; give batch=, the input of the model"
         )
-    weights = [HeldAttention(role, model, owners, bound) for role in roles]
+    weights = [CappedAttention(role, model, owners, bound) for role in roles]
     stored = tuple(model.parameters())  # scaled, then restored bit for bit
     with (
         undoing() as undo,
@@ -77,7 +78,7 @@ class _Passes:
     """Logits of attention modules in one pass of the model, and in a later call of one of them."""
 
     def __init__(
-        self, model: nn.Module, weights: Sequence[HeldAttention], batch: Any, undo: Undo
+        self, model: nn.Module, modules: Sequence[CappedAttention], batch: Any, undo: Undo
     ) -> None:
         self._model = model
         self._batch = batch
@@ -86,28 +87,28 @@ class _Passes:
         self.called: set[str] = set()
         # A part of a sharded model has no weights outside of a pass of the whole.
         self._can_repeat = not any(map(is_fsdp_module, model.modules()))
-        undo.hook(AttentionWatcher, model, [weight.role for weight in weights], self._see)
-        for weight in weights:
-            undo.hook(weight.module.register_forward_hook, self._call(weight))
-        for weight in weights if self._can_repeat else ():
+        undo.hook(AttentionWatcher, model, [attention.role for attention in modules], self._see)
+        for attention in modules:
+            undo.hook(attention.module.register_forward_hook, self._call(attention))
+        for attention in modules if self._can_repeat else ():
             # Before others, which may change what it is called with: they will again.
             undo.hook(
-                weight.module.register_forward_pre_hook,
-                self._note(weight),
+                attention.module.register_forward_pre_hook,
+                self._note(attention),
                 with_kwargs=True,
                 prepend=True,
             )
         self._run()
         self.first = self._logits.copy()
 
-    def again(self, weight: HeldAttention) -> Tensor | None:
+    def again(self, weight: CappedAttention) -> Tensor | None:
         """Return the logits of a module in another call, or None if there were none."""
         if not self._repeats(weight):
             self._logits.clear()
             self._run()
         return self._logits.get(weight.role.path)
 
-    def try_alone(self, weight: HeldAttention) -> None:
+    def try_alone(self, weight: CappedAttention) -> None:
         """Call a module alone; unless that has the logits of the pass, it is never done again."""
         first = self.first.get(weight.role.path)
         now = self._logits.get(weight.role.path) if self._repeats(weight) else None
@@ -127,7 +128,7 @@ class _Passes:
         for module in sharded:
             module.reshard()
 
-    def _repeats(self, weight: HeldAttention) -> bool:
+    def _repeats(self, weight: CappedAttention) -> bool:
         """Call a module alone on the inputs that it had; return whether it could be."""
         if weight.role.path not in self._inputs:
             return False
@@ -142,10 +143,10 @@ class _Passes:
             return False
         return True
 
-    def _call(self, weight: HeldAttention) -> Any:
+    def _call(self, weight: CappedAttention) -> Any:
         return lambda *_: self.called.add(weight.role.path)
 
-    def _note(self, weight: HeldAttention) -> Any:
+    def _note(self, weight: CappedAttention) -> Any:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inputs.setdefault(weight.role.path, tree_map(_unchanging, (args, kwargs)))
 
@@ -166,10 +167,10 @@ def _unchanging(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else None
 
 
-def _problem(weight: HeldAttention, passes: _Passes) -> str | None:
+def _problem(weight: CappedAttention, passes: _Passes) -> str | None:
     """Return why the logits of a module do not follow the rows, or None."""
     passes.try_alone(weight)
-    heads = torch.arange(weight.entries, device=weight.parameter.device)
+    heads = torch.arange(weight.num_heads, device=weight.parameter.device)
     factors = 16.0 ** -(1.0 + heads % 2)
     before = passes.first.get(weight.role.path)
     after = _scaled_logits(weight, factors, passes)
@@ -186,7 +187,7 @@ def _problem(weight: HeldAttention, passes: _Passes) -> str | None:
     return None if follows else "scaling rows of its heads does not scale its logits"
 
 
-def _scaled_logits(weight: HeldAttention, factors: Tensor, passes: _Passes) -> Tensor | None:
+def _scaled_logits(weight: CappedAttention, factors: Tensor, passes: _Passes) -> Tensor | None:
     """Return the logits with heads scaled by the factors, which are taken back."""
     # Not powers of 1/2: with those the term |k|^2 of L2 attention would follow.
     parts = [
@@ -198,5 +199,5 @@ def _scaled_logits(weight: HeldAttention, factors: Tensor, passes: _Passes) -> T
     with undoing() as restoring:
         for local, value in saved:
             restoring.later(local.copy_, value)
-        scale_([scaled], places_of([scaled], len(factors)), factors[None])
+        scale_([scaled], heads_and_powers([scaled], len(factors)), factors[None])
         return passes.again(weight)

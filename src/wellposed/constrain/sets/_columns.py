@@ -8,8 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from wellposed.constrain._options import SetOptions
 from wellposed.constrain._select import WeightSlice
-from wellposed.constrain._set import SETS, MatrixSet, SetOptions, ZeroColumns
+from wellposed.constrain._set import SETS, MatrixSet, ZeroColumns
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Workspace
 

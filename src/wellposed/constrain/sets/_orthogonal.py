@@ -10,14 +10,15 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from wellposed.constrain._matrix import ConstrainedMatrix, copy_before
+from wellposed.constrain._copies import copy_before
+from wellposed.constrain._matrix import ConstrainedMatrix
+from wellposed.constrain._options import SetOptions
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import (
     SETS,
     TOLERANCES,
     MatrixSet,
     NearestMatrices,
-    SetOptions,
     ZeroColumns,
 )
 from wellposed.errors import ConvergenceError

@@ -10,8 +10,9 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from wellposed.constrain._matrix import ConstrainedMatrix
+from wellposed.constrain._options import SetOptions
 from wellposed.constrain._select import LAYERS, WeightSlice
-from wellposed.constrain._set import SETS, MatrixSet, NearestMatrices, SetOptions
+from wellposed.constrain._set import SETS, MatrixSet, NearestMatrices
 from wellposed.constrain.sets._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
 from wellposed.linalg import (
     Retraction,
