@@ -55,6 +55,18 @@ except wp.ConfigError as error:
 else:
     raise SystemExit("gram is registered twice")
 """,
+    "A role of a penalty": """
+penalty = wp.OrthogonalityPenalty(layer, query=1.0, output=0.5, form={"output": "gram_squared"})
+penalty()
+weight = layer.self_attn.out_proj.weight.detach()
+off = weight.T @ weight - torch.eye(8)
+assert set(penalty.terms()) == {"query.encoder.0", "output.encoder.0"}
+assert abs(penalty.terms()["output.encoder.0"] - 0.5 * off.square().sum().item()) < 1e-5
+try:
+    wp.OrthogonalityPenalty(layer, outputt=0.5)
+except wp.ConfigError as error:
+    assert "unknown keyword of OrthogonalityPenalty 'outputt'; nearest: output" in str(error), error
+""",
     "A constraint set": """
 optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
 handle = wp.constrain_(layer, optimizer, where=("query", "feedforward_in"), to="centered")

@@ -64,7 +64,7 @@ def alone_and_together(model, batch, monkeypatch):
     """Penalise layers one after the other, then those that are alike together."""
     runs, penalty = [], OrthogonalityPenalty(model, affinity=1.0)
     for entries in (1, 1 << 19):
-        monkeypatch.setattr("wellposed.penalize._terms._ENTRIES_CPU", entries)
+        monkeypatch.setattr("wellposed.penalize._affinities._ENTRIES_CPU", entries)
         model.zero_grad()
         value = after_forward(model, penalty, batch)
         value.backward()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, SupportsFloat
@@ -14,14 +15,24 @@ from torch import Tensor, nn
 
 from wellposed import hooks
 from wellposed.call_checks import checked_arguments, require_module
-from wellposed.errors import ConfigError, RoleNotFoundError, listed
+from wellposed.errors import ConfigError, RoleNotFoundError, listed, unknown_name
 from wellposed.functional import affinity_penalty
 from wellposed.interrupts import all_or_nothing, run_all
 from wellposed.options import Size
-from wellposed.penalize import _terms
+from wellposed.penalize._affinities import AffinityCapture, affinity_parts
+from wellposed.penalize._forms import Form, chosen_forms
 from wellposed.penalize._logged import TermsLog
 from wellposed.penalize._plan import planned
-from wellposed.penalize._terms import Form
+from wellposed.penalize._roles import AFFINITY, PENALISED_ROLES, RoleOptions
+from wellposed.penalize._terms import (
+    PENALTY,
+    Part,
+    Term,
+    bound_state,
+    distinct_terms,
+    frozen_weights,
+    weight_terms,
+)
 from wellposed.penalize._trainer import PenalisedLoss, Scale
 from wellposed.penalize._weights import weight_parts
 from wellposed.plan import Plan
@@ -80,6 +91,7 @@ class OrthogonalityPenalty:
         log_every: calls (under `attach`: steps) from one logged call to the next, which reads them.
         dry_run: print the cost of a call, keep it as ``plan`` (`wellposed.plan.Plan`) and `remove`
             the penalty. Weights may be on the meta device.
+        **roles: strengths of roles registered in `wellposed.penalize.PENALISED_ROLES`.
 
     Raises:
         ConfigError: a bad strength, keyword, form, mode or estimator; no model; quantised or (on a
@@ -124,24 +136,33 @@ class OrthogonalityPenalty:
         log_to: Any = None,
         log_every: Size = 100,
         dry_run: bool = False,
+        **roles: Strength,
     ) -> None:
+        _check_roles(roles)
         require_module("OrthogonalityPenalty", model)
-        strengths = {"affinity": affinity, "attention": attention, "feedforward": feedforward}
-        strengths |= {"query": query, "key": key, "value": value, "embedding": embedding}
+        strengths = {
+            AFFINITY: affinity,
+            "attention": attention,
+            "feedforward": feedforward,
+            "query": query,
+            "key": key,
+            "value": value,
+            "embedding": embedding,
+            **roles,
+        }
         self._strengths = _active(strengths)
-        on_weights = [name for name in _terms.PAPER_FORMS if name in self._strengths]
+        on_weights = [name for name in PENALISED_ROLES if name in self._strengths]
         self.step = 0
         self.every = every
         self.removed = False
         self.notes: tuple[str, ...] = ()
         self._log = TermsLog(log_to, log_every)
         self.terms_step: int | None = None
-        self._find = partial(find_roles_for, _terms.PENALTY, batch=batch, where=where)
+        self._find = partial(find_roles_for, PENALTY, batch=batch, where=where)
         self._terms_of = partial(
-            _terms.weight_terms,
-            forms=_terms.chosen_forms(form, on_weights),
-            joint=attention_mode == "joint",
-            cross_attention=cross_attention,
+            weight_terms,
+            forms=chosen_forms(form, on_weights),
+            options=RoleOptions(joint=attention_mode == "joint", cross_attention=cross_attention),
             qr_method=qr_method,
             gram_dtype=gram_dtype,
         )
@@ -150,18 +171,18 @@ class OrthogonalityPenalty:
             affinity_penalty, estimator=estimator, num_probes=num_probes, generator=generator
         )
         self.roles: Roles
-        self._given: list[_terms.Term]
+        self._given: list[Term]
         self._live: LiveParts
         self._calls: CallWatch
-        self._parts: list[_terms.Part] | None
-        self._capture: _terms.AffinityCapture | None = None
-        self._captures: list[_terms.AffinityCapture] = []
+        self._parts: list[Part] | None
+        self._capture: AffinityCapture | None = None
+        self._captures: list[AffinityCapture] = []
         hooks.end_with(self, partial(_remove_all, self._captures))
         self._attached: list[Any] = []
         self._bind(model, stacklevel=4)
         self.plan: Plan | None = None
         if dry_run:
-            notes = ["affinity is not planned"] if "affinity" in self._strengths else []
+            notes = ["affinity is not planned"] if AFFINITY in self._strengths else []
             self.plan = planned(model, self._terms, *notes).show()
             self.remove()
 
@@ -190,8 +211,8 @@ class OrthogonalityPenalty:
         parts = list(weight_parts(self._terms, strengths))
         if self._capture is not None:
             calls = self._capture.take()
-            strength = strengths["affinity"]
-            parts += _terms.affinity_parts(calls, strength, self._estimate)
+            strength = strengths[AFFINITY]
+            parts += affinity_parts(calls, strength, self._estimate)
         self._parts = [(names, part.detach()) for names, part in parts]
         self._note_terms()
         device = parts[0][1].device  # layers may lie on several
@@ -324,7 +345,7 @@ class OrthogonalityPenalty:
         parts = {view.owner_path: view.owner for term in terms for view in term.views}
         with all_or_nothing() as undo:
             before = self._capture
-            if "affinity" in self._strengths:
+            if AFFINITY in self._strengths:
                 capture = _watched(model, roles, self._is_due)
                 undo.later(capture.remove)
                 undo.set(self, "_capture", capture)
@@ -344,8 +365,8 @@ class OrthogonalityPenalty:
 
     def _count(self, stacklevel: int) -> None:
         """Count shared weights once, with the adapters that are active."""
-        terms, notes = _terms.distinct_terms(self._given)
-        state = _terms.bound_state(self._given, terms)
+        terms, notes = distinct_terms(self._given)
+        state = bound_state(self._given, terms)
         if notes and self.notes != tuple(notes):
             warnings.warn(
                 "weights shared between roles are penalised once:\n" + listed(notes),
@@ -360,7 +381,7 @@ class OrthogonalityPenalty:
         # ZeRO-3 takes all weights of a model, so the first tells; this is run in every step.
         if not torch.compiler.is_compiling() and is_in_parts(next(self._live.model.parameters())):
             check_whole("OrthogonalityPenalty", self._live.model)
-        now = _terms.bound_state(self._given, self._terms)
+        now = bound_state(self._given, self._terms)
         lines = self._live.changes()
         if now == self._state and not lines:
             return
@@ -406,7 +427,7 @@ class OrthogonalityPenalty:
             self._log.write(self, self.terms_step - 1)
 
     def _check_trained(self) -> None:
-        frozen = _terms.frozen_weights(self._terms)
+        frozen = frozen_weights(self._terms)
         if frozen and not self._warned:
             self._warned = True
             warnings.warn(
@@ -419,8 +440,21 @@ class OrthogonalityPenalty:
         return self.every == 1 or self.step % self.every == 0
 
 
-def _remove_all(captures: Sequence[_terms.AffinityCapture]) -> None:
+def _remove_all(captures: Sequence[AffinityCapture]) -> None:
     run_all(*(capture.remove for capture in captures))
+
+
+def _check_roles(names: Iterable[str]) -> None:
+    """Raise `ConfigError` for keywords that are no registered role."""
+    for name in names:
+        if name not in PENALISED_ROLES:
+            parameters = inspect.signature(OrthogonalityPenalty).parameters
+            keywords = [key for key in parameters if key != "roles"]
+            raise unknown_name(
+                "keyword of OrthogonalityPenalty",
+                name,
+                dict.fromkeys([*keywords, *PENALISED_ROLES]),
+            )
 
 
 def _active(strengths: Mapping[str, Strength]) -> dict[str, Strength]:
@@ -449,12 +483,12 @@ def _is_strength(value: object) -> bool:
     return isinstance(value, SupportsFloat) and 0 <= float(value) < math.inf
 
 
-def _watched(model: nn.Module, roles: Roles, is_due: MethodType) -> _terms.AffinityCapture:
+def _watched(model: nn.Module, roles: Roles, is_due: MethodType) -> AffinityCapture:
     attention = [role for role in roles.attention if role.kind == "self"]
     if not attention:
         is_whole = any(weight.role == "query" for weight in roles.loose)
-        by_heads = heads_advice(_terms.PENALTY, roles)
-        choice = by_heads if is_whole else batch_advice(_terms.PENALTY, model, roles)
+        by_heads = heads_advice(PENALTY, roles)
+        choice = by_heads if is_whole else batch_advice(PENALTY, model, roles)
         raise RoleNotFoundError(
             "OrthogonalityPenalty: affinity: no self-attention module was found in"
             f" {type(model).__name__}; set affinity=0.\n{choice}\nRoles found:\n{roles}"
@@ -470,4 +504,4 @@ def _watched(model: nn.Module, roles: Roles, is_due: MethodType) -> _terms.Affin
             "affinities cannot be seen inside these attention kernels; run"
             " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)
         )
-    return _terms.AffinityCapture(model, attention, hooks.WhileAlive(is_due))
+    return AffinityCapture(model, attention, hooks.WhileAlive(is_due))

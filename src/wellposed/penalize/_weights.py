@@ -10,8 +10,9 @@ from torch import Tensor
 
 from wellposed.functional import batched_gram_penalties, gram_penalties, qr_penalty
 from wellposed.linalg import Layout, gathered, mean_over_ranks, sum_over_ranks
+from wellposed.penalize._forms import FORMS
 from wellposed.penalize._read import Reader, Unit, lies_on_one_rank
-from wellposed.penalize._terms import FORMS, Part, Term
+from wellposed.penalize._terms import Part, Term
 
 
 def weight_parts(terms: Sequence[Term], strengths: Mapping[str, float]) -> Iterator[Part]:
@@ -66,15 +67,13 @@ def _measured(like: Term, units: Sequence[Unit]) -> Iterator[tuple[list[Unit], T
         yield from ((unit_, value) for unit in units for unit_, value in _one_by_one(like, unit))
         return
 
-    # The side that should be orthonormal.
-    side = "columns" if like.strength in ("attention", "feedforward") else "rows"
     squared = like.form == "gram_squared"
     stacks = [unit for unit in units if not isinstance(unit.weights, Tensor)]
     experts = [unit for unit in units if isinstance(unit.weights, Tensor)]
     for measure, some in ((gram_penalties, stacks), (batched_gram_penalties, experts)):
         weights: list[Any] = [unit.weights for unit in some]
         for places, values in measure(
-            weights, squared=squared, side=side, gram_dtype=like.gram_dtype
+            weights, squared=squared, side=like.side, gram_dtype=like.gram_dtype
         ):
             yield [some[index] for index in places], values
 
