@@ -9,6 +9,6 @@ from wellposed.initialize._fixup import t_fixup_ as t_fixup_
 from wellposed.initialize._mimetic import mimetic_ as mimetic_
 from wellposed.initialize._norms import remove_norms_ as remove_norms_
 from wellposed.initialize._norms import remove_recorded_norms_ as remove_recorded_norms_
-from wellposed.initialize._plan import InitializationReport as InitializationReport
-from wellposed.initialize._plan import InitializedWeight as InitializedWeight
+from wellposed.initialize._report import InitializationReport as InitializationReport
+from wellposed.initialize._report import InitializedWeight as InitializedWeight
 from wellposed.nn import RemovedNorm as RemovedNorm

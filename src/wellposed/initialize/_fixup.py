@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, ConvergenceError, DataError, listed
 from wellposed.hooks import call_model, first_tensor, quiet_run, real_tokens
+from wellposed.initialize._draw import carry_out
 from wellposed.initialize._factors import (
     dt_fixup_factor,
     t_fixup_decoder_factor,
@@ -19,16 +20,9 @@ from wellposed.initialize._factors import (
     t_fixup_factor,
 )
 from wellposed.initialize._norms import check_norms, take_out
-from wellposed.initialize._plan import (
-    SCALED_ROLES,
-    InitializationReport,
-    LayerStack,
-    carry_out,
-    check_blocks,
-    find_layer_stacks,
-    plan,
-    reported,
-)
+from wellposed.initialize._plan import SCALED_ROLES, plan
+from wellposed.initialize._report import InitializationReport, reported
+from wellposed.initialize._stacks import LayerStack, check_blocks, find_layer_stacks
 from wellposed.interrupts import undoing
 from wellposed.removed_names import removed_keywords
 from wellposed.roles import Verb, find_roles_for, patterns_of

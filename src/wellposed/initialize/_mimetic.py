@@ -10,14 +10,9 @@ from torch import Tensor, nn
 
 from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
-from wellposed.initialize._plan import (
-    InitializationReport,
-    Step,
-    carry_out,
-    check_not_sharded,
-    check_writable,
-    reported,
-)
+from wellposed.initialize._draw import carry_out
+from wellposed.initialize._plan import Step, check_not_sharded, check_writable
+from wellposed.initialize._report import InitializationReport, reported
 from wellposed.interrupts import undoing
 from wellposed.roles import AttentionRole, Verb, batch_advice, find_roles_for, heads_advice
 
