@@ -58,7 +58,11 @@ REFUSED = [
     (Mixed, {"gain": "best"}, r"gain = 'best', expected a finite number > 0, 'fit' or None"),
     (Mixed, {"gain": inf}, r"gain = inf, expected a finite number > 0, 'fit'"),
     (Mixed, {"where": 3}, r"where=3: expected a role such as"),
-    (Mixed, {"to": "x"}, r"unknown set 'x'; expected one of columns, orthogonal, spectral, logits"),
+    (
+        Mixed,
+        {"to": "x"},
+        r"unknown set 'x'; expected one of columns, orthogonal, spectral.*, logits",
+    ),
     *(
         (Mixed, {"to": "spectral", "bound": bound}, f"bound = {bound!r}, ")
         for bound in (0.0, nan, "a")

@@ -1,8 +1,6 @@
 """Hooks that several verbs share: they observe a model while it runs, without editing it."""
 
 from wellposed.hooks._attention import AttentionWatcher as AttentionWatcher
-from wellposed.hooks._attention import ObservingHook as ObservingHook
-from wellposed.hooks._attention import observing_paused as observing_paused
 from wellposed.hooks._attention_calls import AttentionCall as AttentionCall
 from wellposed.hooks._attention_calls import MultiheadCall as MultiheadCall
 from wellposed.hooks._attention_calls import ScaledDotProductCall as ScaledDotProductCall
@@ -18,6 +16,8 @@ from wellposed.hooks._calls import without_backward_hooks as without_backward_ho
 from wellposed.hooks._copies import register as register
 from wellposed.hooks._lifetime import WhileAlive as WhileAlive
 from wellposed.hooks._lifetime import end_with as end_with
+from wellposed.hooks._observer import ObservingHook as ObservingHook
+from wellposed.hooks._observer import observing_paused as observing_paused
 from wellposed.hooks._options import changing_hooks as changing_hooks
 from wellposed.hooks._options import content_digest as content_digest
 from wellposed.hooks._options import mode_matters as mode_matters

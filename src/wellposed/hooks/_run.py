@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, WellposedError, is_about_resources, listed
-from wellposed.hooks._attention import Attends
+from wellposed.hooks._attention_calls import Attends
 from wellposed.hooks._recomputation import without_recomputation
 from wellposed.hooks._torch_tools import class_name
 from wellposed.interrupts import undoing
