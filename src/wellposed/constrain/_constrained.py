@@ -44,7 +44,7 @@ class Constrained:
         return 0
 
     def stepped(self) -> list[Tensor]:
-        """Return this process's part of all that a step and its result change: views."""
+        """Return this process's part of each tensor that a step and its result change: views."""
         raise NotImplementedError
 
     def error(self, wholes: Wholes | None = None, *, norm: ErrorNorm = "max") -> float:

@@ -1,4 +1,4 @@
-"""Checks of chosen weights: all that cannot be constrained are named in one error."""
+"""Checks of chosen weights: one error names every weight that cannot be constrained."""
 
 from __future__ import annotations
 
