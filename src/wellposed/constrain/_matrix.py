@@ -149,7 +149,7 @@ class ConstrainedMatrix(Constrained):
         return self.set, shape, dtype, device, self.is_square, self.is_displaced
 
     def stepped(self) -> list[Tensor]:
-        """Return this process's part of all that a step and its result change: views."""
+        """Return this process's part of the tensor that a step and its result change: views."""
         value = self.value
         return [value.to_local() if is_sharded(value) else value]
 
