@@ -32,8 +32,9 @@ class CompareArguments(CheckedOptions):
     out: Path = Path("runs/compare")
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
     learning_rates: str | None = None
-    """Comma-separated rates, such as 1e-3,3e-3,1e-2. Each variant is trained at each rate with the
-    first seed, then compared at its best rate on valid (default: all use --learning-rate)."""
+    """Rates that each variant tries with the first seed, such as 1e-3,3e-3,1e-2; it is compared at its
+    best on valid. auto (the default, unless --learning-rate is given): three or more about the
+    variant's own, on a third of the steps. none: all use --learning-rate."""
     jobs: Size = 1
     """Runs that train at the same time, each in its own process."""
     resume: Literal["never", "auto"] = "never"
@@ -75,8 +76,9 @@ def _compare(request: arguments.Request[CompareArguments], words: Sequence[str])
     listed = usual if options.variants is None else options.variants
     names = [name.strip() for name in listed.split(",") if name.strip()]
     check_options(config, names, asked_of=base)
-    rates = _rates(options.learning_rates)
-    if rates and config.train.learning_rate != base.train.learning_rate:
+    is_rate_given = peek_arguments(rest, ["learning-rate"])[0]["learning-rate"] is not None
+    rates = _rates(options.learning_rates, is_rate_given=is_rate_given)
+    if is_rate_given and rates and rates != "auto":
         raise ConfigError(
             f"--learning-rate {config.train.learning_rate:g} and --learning-rates {options.learning_rates}"
             " both set the learning rate; give one of them"
@@ -110,11 +112,15 @@ def _compare(request: arguments.Request[CompareArguments], words: Sequence[str])
     return 1 if runs.failed else 0
 
 
-def _rates(text: str | None) -> list[float]:
+def _rates(text: str | None, *, is_rate_given: bool) -> list[float] | Literal["auto"]:
+    if text == "auto" or (text is None and not is_rate_given):
+        return "auto"
+    if text is None or text == "none":
+        return []
     try:
-        return [float(word) for word in text.split(",")] if text is not None else []
+        return [float(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(
             f"--learning-rates {text!r:.80}: expected numbers joined by commas, as in"
-            " 1e-3,3e-3,1e-2"
+            " 1e-3,3e-3,1e-2, or auto, or none"
         ) from None

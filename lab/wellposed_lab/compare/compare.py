@@ -64,7 +64,7 @@ def compare(
     announce: Callable[[str], None] | None = None,
     certify: Count = 0,
     tracking: Sequence[str] = (),
-    learning_rates: Sequence[float] = (),
+    learning_rates: rates.Rates = (),
 ) -> ComparisonRuns:
     """Train every variant with every seed; all variants of a seed see the same batches in order.
 
@@ -87,7 +87,9 @@ def compare(
         tracking: Names of trackers, as in `wellposed_lab.training.loop.train.train`.
         learning_rates: Two or more, which variants multiply as the base's. Every variant trains
             with each and the first seed, in ``out/rates/VARIANT/RATE``, and is compared at its best
-            on *valid*, by the headline metric.
+            on *valid*, by the headline metric. ``"auto"``: a third, one and three times the base's,
+            on a third of the steps, and up to two further ones while the best is at an end; not
+            below 30 steps, which is announced.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
@@ -99,12 +101,12 @@ def compare(
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings, and ``(len(learning_rates) - 1) x len(variants)`` to
-    choose rates. Each job reads the data once for each way of reading it.
+    choose rates; ``"auto"``: 1 to 5 / 3 more for each variant. Each job reads the data once for each
+    way of reading it.
     """
     say = announce or say_nothing
     check_trackers(tracking)
-    if learning_rates:
-        rates.check_rates(base, learning_rates)
+    search, left_out = rates.search_of(base, learning_rates)
     _check_names(variants)
     for line in check_options(base, variants):
         say(line)
@@ -129,12 +131,14 @@ def compare(
         # Before the first run, so that the report on a killed comparison knows the baseline.
         replace_file(out / ORDER_FILE, to_json({"variants": list(variants)}, indent=2))
     _announce_data(built.values(), say)
+    if left_out:
+        say(f"learning rates: not searched, as {left_out}")
     settings: dict[str, Any] = {
         "resume": resume, "progress": progress, "command": command, "tracking": tracking,
         "announce": say, "tasks": built, "jobs": jobs,
     }  # fmt: skip
-    if learning_rates:
-        ended, best = _tuned(base, variants, learning_rates, out, settings)
+    if search is not None:
+        ended, best = _tuned(base, variants, search, out, settings)
         if ended[-1].status == "cancelled":
             return ComparisonRuns(ended)
         configs = _configurations(base, variants, seeds, best)
@@ -188,20 +192,30 @@ def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:
 
 
 def _tuned(
-    base: RunConfig, variants: Sequence[str], grid: Sequence[float], out: Path, settings: Any
+    base: RunConfig, variants: Sequence[str], search: rates.Search, out: Path, settings: Any
 ) -> tuple[tuple[RunResult, ...], dict[str, float]]:
     """Train the runs that choose rates; return their results and the rate of each variant."""
-    ended = tuple(train_planned(rates.rate_runs(base, variants, grid, out), **settings))
-    if ended[-1].status == "cancelled":
-        return ended, {}
-    rows = rates.chosen_rates(variants, grid, ended)
+    ended: tuple[RunResult, ...] = ()
+    tried: dict[str, dict[float, RunResult]] = {name: {} for name in variants}
+    wanted = [(name, rate) for name in variants for rate in search.rates]
+    while wanted:
+        trials = tuple(train_planned(rates.rate_runs(base, wanted, search, out), **settings))
+        ended += trials
+        if ended[-1].status == "cancelled":
+            return ended, {}
+        for (name, rate), trial in zip(wanted, trials, strict=True):
+            tried[name][rate] = trial
+        wanted = rates.rates_beyond(tried, search)
+
+    rows = rates.chosen_rates(tried)
     for line in rate_notes(rows):
         settings["announce"](line)
     if is_first():
         replace_file(
             out / ORDER_FILE, to_json({"variants": list(variants), "rates": rows}, indent=2)
         )
-        rates.reuse_first_seed(out, rows, base.train.seed)
+        if search.shorter == 1:
+            rates.reuse_first_seed(out, rows, base.train.seed)
     return ended, {row["variant"]: row["rate"] for row in rows if row["chosen"]}
 
 

@@ -1,28 +1,77 @@
-"""A learning rate for each variant, chosen on *valid* from a grid of rates with the first seed."""
+"""A learning rate for each variant, chosen on *valid* with the first seed from rates that are tried."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from wellposed.errors import ConfigError, shortened
 from wellposed.options import Positive, fits
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant, variant_folder
 from wellposed_lab.report.runs import TUNED
-from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.loop.processes import is_one_of_several
 
 if TYPE_CHECKING:
     from wellposed_lab.training.folder.result import RunResult
 
+Rates = Sequence[float] | Literal["auto"]
+"""Base rates to try; ``"auto"``: `FACTORS` times that of the base, on a third of the steps."""
+FACTORS = (1 / 3, 1.0, 3.0)
+SHORTER = 3
+FEWEST_STEPS = 30
+"""Steps of a run below which a third of them ranks no rates."""
+MOST_RATES = 5
+"""Rates of a variant whose best one is at an end."""
 
-def check_rates(base: RunConfig, rates: Sequence[float]) -> None:
-    """Refuse a bad grid of learning rates, or a schedule that does not use them."""
+
+@dataclass(frozen=True)
+class Search:
+    """Which rates every variant tries."""
+
+    rates: tuple[float, ...]
+    """Rates of the base, which variants multiply."""
+    shorter: int = 1
+    """A trial has this part of a run's steps, warm-up and decay."""
+    most: int = 0
+    """Rates that a variant may try while its best one is at an end."""
+
+
+Tried = Mapping[str, Mapping[float, "RunResult"]]
+"""How the trials of each variant ended, by base rate."""
+
+
+def search_of(base: RunConfig, rates: Rates) -> tuple[Search | None, str]:
+    """Return the rates to try, or None and why an automatic search is left out; the reason is empty
+    if none was asked for.
+
+    Raises:
+        ConfigError: a bad grid of rates, or a schedule that does not use them.
+
+    >>> search_of(RunConfig("listops"), "auto")[0].rates
+    (0.0003, 0.001, 0.003)
+    """
+    train = base.train
+    if isinstance(rates, str):
+        if rates != "auto":
+            raise ConfigError(f"learning_rates = {rates!r:.80}, expected 'auto' or numbers")
+        if train.schedule == "kim2021":
+            return None, "the schedule kim2021 reads gamma, not the learning rate"
+        if train.epochs is None and train.steps < FEWEST_STEPS:
+            return None, f"a third of {train.steps} steps ranks no rates"
+        return Search(rates_about(train.learning_rate), SHORTER, MOST_RATES), ""
+    if len(rates):
+        _check_grid(base, rates)
+    return (Search(tuple(sorted(rates))) if len(rates) else None), ""
+
+
+def _check_grid(base: RunConfig, rates: Sequence[float]) -> None:
     if len(set(rates)) < max(2, len(rates)) or not all(fits(rate, Positive) for rate in rates):
         raise ConfigError(
             f"learning_rates: received {shortened(list(map(str, rates)))}, expected two or more different finite"
@@ -35,36 +84,75 @@ def check_rates(base: RunConfig, rates: Sequence[float]) -> None:
         )
 
 
+def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> tuple[float, ...]:
+    """Return rates in steps of a half decade, to one digit."""
+    return tuple(float(f"{usual * factor:.1g}") for factor in factors)
+
+
 def at_rate(base: RunConfig, rate: float) -> RunConfig:
     """Return a configuration with another learning rate, which variants may multiply."""
     return replace(base, train=replace(base.train, learning_rate=rate))
 
 
+def shorter_run(config: RunConfig, part: int) -> RunConfig:
+    """Return a configuration whose steps, warm-up and decay are divided by ``part``."""
+    train = config.train
+    return replace(
+        config,
+        train=replace(
+            train,
+            steps=math.ceil(train.steps / part),
+            epochs=None if train.epochs is None else train.epochs / part,
+            warmup_steps=_part_of_warmup(train, part),
+            decay_steps=math.ceil(train.decay_steps / part),
+        ),
+    )
+
+
+def _part_of_warmup(train: TrainOptions, part: int) -> int:
+    # Rounded down, so that warm-up stays below the steps, but never to none.
+    return max(1, train.warmup_steps // part) if train.warmup_steps else 0
+
+
 def rate_runs(
-    base: RunConfig, variants: Sequence[str], rates: Sequence[float], out: Path
+    base: RunConfig, wanted: Sequence[tuple[str, float]], search: Search, out: Path
 ) -> list[PlannedRun]:
-    """Return the runs that choose rates: every variant with every rate and the first seed."""
-    grid = [(name, rate) for name in variants for rate in sorted(rates)]
+    """Return the trials of ``(variant, rate)``, with the first seed."""
     return [
         PlannedRun(
             _folder(out, name, rate),
-            f"[rate {number}/{len(grid)}] {base.task} {name} at {rate:g}",
-            apply_variant(name, at_rate(base, rate)),
+            f"[rate {number}/{len(wanted)}] {base.task} {name} at {rate:g}",
+            shorter_run(apply_variant(name, at_rate(base, rate)), search.shorter),
         )
-        for number, (name, rate) in enumerate(grid, start=1)
+        for number, (name, rate) in enumerate(wanted, start=1)
     ]
 
 
-def chosen_rates(
-    variants: Sequence[str], rates: Sequence[float], results: Iterable[RunResult]
-) -> list[dict[str, Any]]:
+def rates_beyond(tried: Tried, search: Search) -> list[tuple[str, float]]:
+    """Return a further rate for each variant whose best one is at an end of those tried."""
+    wanted = []
+    for row in chosen_rates(tried):
+        name, rate = row["variant"], row["rate"]
+        rates = tried[name]
+        if not row["chosen"] or row["loss"] is None or len(rates) >= search.most:
+            continue
+        if rate == max(rates):
+            wanted += [(name, further) for further in rates_about(rate, FACTORS[-1:])]
+        elif rate == min(rates):
+            wanted += [(name, further) for further in rates_about(rate, FACTORS[:1])]
+    return wanted
+
+
+def chosen_rates(tried: Tried) -> list[dict[str, Any]]:
     """Return a row for each variant and rate: its result on *valid*, and whether it is the best.
     The headline metric decides, then the loss. If all runs of a variant failed (they have no
     numbers), its smallest rate is chosen and fails again."""
     rows = []
-    ended = iter(results)
-    for name in variants:
-        mine = [{"variant": name, "rate": at, **_on_valid(next(ended))} for at in sorted(rates)]
+    for name, results in tried.items():
+        mine = [
+            {"variant": name, "rate": rate, **_on_valid(ended)}
+            for rate, ended in sorted(results.items())
+        ]
         reached = [row for row in mine if row["loss"] is not None] or mine[:1]
         best = min(reached, key=lambda row: (row["cost"], row["loss"]))
         rows += [{**row, "chosen": row is best} for row in mine]
@@ -90,8 +178,10 @@ def _folder(out: Path, name: str, rate: float) -> Path:
 def _on_valid(ended: RunResult) -> dict[str, Any]:
     """Return loss, headline and ``cost`` of a run on *valid*: the headline, lower is better."""
     result = ended.result
+    steps = result["config"]["train"].get("steps")
     if ended.status != "success":
-        return {"learning_rate": None, "metric": None, "value": None, "loss": None, "cost": None}
+        numbers = ("learning_rate", "metric", "value", "loss", "cost")
+        return {**dict.fromkeys(numbers), "steps": steps}
     metrics = result["results"][result["task"]]
     headline = result["headline"]
     value = metrics.get(f"{headline},valid")
@@ -99,5 +189,11 @@ def _on_valid(ended: RunResult) -> dict[str, Any]:
     value = loss if value is None else value
     rises = result["higher_is_better"].get(headline, True) and f"{headline},valid" in metrics
     used = result["config"]["train"]["learning_rate"]
-    cost = -value if rises else value
-    return {"learning_rate": used, "metric": headline, "value": value, "loss": loss, "cost": cost}
+    return {
+        "learning_rate": used,
+        "metric": headline,
+        "value": value,
+        "loss": loss,
+        "cost": -value if rises else value,
+        "steps": steps,
+    }

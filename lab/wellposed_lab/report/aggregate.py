@@ -13,6 +13,7 @@ from wellposed.measurement import write_csv
 from wellposed.options import flat_options
 from wellposed.text_table import format_number, text_table
 from wellposed_lab import statistics
+from wellposed_lab.report.alike import optimizer_differences, placebo
 from wellposed_lab.report.extra_sections import extra_sections
 from wellposed_lab.report.html_table import Cell, Column, Table
 from wellposed_lab.report.runs import ExcludedRun, FoundRuns, Run, find_runs
@@ -67,6 +68,13 @@ class VariantResult:
     failed: tuple[int, ...] = ()
     comparisons: Mapping[str, statistics.PairedComparison] = field(default_factory=dict)
     """Tests by metric; p is corrected for the number of variants, not of metrics."""
+    unlike: tuple[str, ...] = ()
+    """Options of the optimizer that differ from the first variant's, as phrases."""
+
+    @property
+    def not_tuned_alike(self) -> str:
+        """A clause on `unlike`, or an empty text."""
+        return f"; not tuned alike: {', '.join(self.unlike)}" if self.unlike else ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,8 @@ class TaskComparison:
             elif variant.comparison is not None:
                 test = variant.comparison
                 tests = len(others)
-                verdicts[variant.variant] = statistics.worth_it(test, asked, tests=tests)
+                worth = statistics.worth_it(test, asked, tests=tests)
+                verdicts[variant.variant] = worth + variant.not_tuned_alike
         return f"worth it? {rule}; not worth it: the interval of the gain ends below that", verdicts
 
     def worth(self, required: float | None = None) -> list[str]:
@@ -270,6 +279,7 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         tests[column] = _comparisons(groups, column, needed=column == metric, higher=better)
     results = []
     notes = []
+    first_group = next(iter(groups.values()))
     for index, (label, group) in enumerate(groups.items()):
         metrics = _summaries(finished[index])
         learned = None
@@ -279,8 +289,10 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         seeds = tuple(run.seed for run in finished[index])
         failed = tuple(sorted(run.seed for run in group if run.failure is not None))
         compared = {name: test for name, column in tests.items() if (test := column[index])}
+        why = placebo(finished[index], finished[0][0]) if index and finished[0] else ""
         if learned is False and results and results[0].learned is False:
             why = f"neither {results[0].variant} nor {label} learned"
+        if why:
             compared = {
                 k: replace(test, obstacle=test.obstacle or why) for k, test in compared.items()
             }
@@ -288,7 +300,12 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
             note = f"is tested on the {test.pairs} seeds it shares with the first variant"
             notes.append(f"{label} {note}")
-        results.append(VariantResult(label, seeds, metrics, learned, test, failed, compared))
+        unlike = optimizer_differences(group[0], first_group[0]) if index else []
+        results.append(
+            VariantResult(
+                label, seeds, metrics, learned, test, failed, compared, unlike=tuple(unlike)
+            )
+        )
     learning: Any = {"reference_metric": judging, "reference_value": expected, "margin": margin}
     parts: Any = {"variants": tuple(results), "runs": tuple(finished), "notes": tuple(notes)}
     return TaskComparison(name, metric, higher, reference, **learning, **parts)
@@ -431,7 +448,11 @@ def _task_text(task: TaskComparison) -> str:
     rows = [[cell.text for cell in row] for row in table.body]
     headings = [column.heading for column in table.headings]
     verdicts = ((rival.variant, rival.comparison.verdict) for rival in others if rival.comparison)
-    lines = [f"{variant} against {first.variant}: {verdict}" for variant, verdict in verdicts]
+    unlike = {rival.variant: rival.not_tuned_alike for rival in others}
+    lines = [
+        f"{variant} against {first.variant}: {verdict}{unlike[variant]}"
+        for variant, verdict in verdicts
+    ]
     lines += [f"note: {note}" for note in task.notes]
     return "\n".join([text_table(f"{task.task}: {table.caption}", headings, rows), *lines])
 
@@ -459,6 +480,9 @@ def verdict(task: TaskComparison) -> str:
         every = "all " if len(names) == len(others) else ""
         some = ", ".join(names) if len(names) <= FEW else f"{every}{len(names)} variants"
         parts.append(f"{some}: {side}")
+    unlike = [result.variant for result in others if result.unlike]
+    few = ", ".join(unlike) if len(unlike) <= FEW else f"{len(unlike)} variants"
+    parts += [f"not tuned alike: {few}"] if unlike else []
     return f"By {words}, {'; '.join(parts)}"
 
 

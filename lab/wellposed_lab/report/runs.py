@@ -323,7 +323,9 @@ def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     notes = []
     for name, mine in by_variant.items():
         [best] = [index for index, row in enumerate(mine) if row["chosen"]]
-        note = f"{name}: learning rate {mine[best]['rate']:g}, the best of {len(mine)} on valid"
+        steps = mine[best].get("steps")
+        tried = f"the best of {len(mine)} on valid" + (f" after {steps} steps" if steps else "")
+        note = f"{name}: learning rate {mine[best]['rate']:g}, {tried}"
         if mine[best]["loss"] is None:
             note = f"{name}: the runs at all learning rates failed"
         elif best in (0, len(mine) - 1):

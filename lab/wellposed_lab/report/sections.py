@@ -96,7 +96,13 @@ def _answer(task: TaskComparison, data: CsvLink, worth: dict[str, str]) -> Table
     certified = [name for name in task.metrics if name.partition("@")[0] in CERTIFIED]
     for result in task.variants:
         test = result.comparison
-        verdicts = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
+        verdicts = (
+            [test.verdict + result.not_tuned_alike]
+            if test
+            else ["the baseline"]
+            if len(task.variants) > 1
+            else []
+        )
         if result.learned is False:
             verdicts.append(task.unlearned(result).removeprefix(f"{result.variant} "))
         text = "; ".join(verdicts)

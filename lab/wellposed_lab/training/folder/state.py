@@ -57,6 +57,8 @@ class Window:
 
 GONE = ("loss_scale", "steps_at_scale")
 """Fields of older checkpoints for fp16, which are ignored."""
+ADDED = ("penalty_pulls",)
+"""Fields that older checkpoints lack."""
 
 
 @dataclass
@@ -79,15 +81,18 @@ class TrainerState:
     processes: int = 1
     """Number of processes at the start; `batch_size` and `gradient_accumulation` are per process."""
     window: Window = field(default_factory=Window)
+    penalty_pulls: dict[str, float] = field(default_factory=dict)
+    """The largest norm of the penalty's own gradient that was read, by weight."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str) -> TrainerState:
         """Rebuild from the values of a checkpoint; other fields are a `CheckpointError`."""
         known = {item.name for item in dataclasses.fields(cls)}
         values = {name: value for name, value in values.items() if name not in GONE}
-        if set(values) != known:
+        different = set(values) ^ known
+        if different - (known & set(ADDED)):
             raise CheckpointError(
-                f"{where}: fields {sorted(set(values) ^ known)} differ from what this version"
+                f"{where}: fields {sorted(different)} differ from what this version"
                 " reads; continue with the version of wellposed that wrote it"
             )
         try:

@@ -28,6 +28,7 @@ from wellposed_lab.training.folder.state import TrainerState
 from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop.batches import MicroBatches
 from wellposed_lab.training.loop.machine import sum_over_processes
+from wellposed_lab.training.loop.penalty_pull import penalty_moves
 from wellposed_lab.training.loop.processes import StopRequest
 from wellposed_lab.training.loop.schedules import learning_rate
 from wellposed_lab.training.loop.step import Penalty
@@ -193,6 +194,23 @@ class Run:
             return {}
         name = "isometry_error" if self.config.constrain.to == "orthogonal" else "constraint_error"
         return {name: self.parts.constraint.error().worst}
+
+    def reads_pulls(self) -> bool:
+        """Return whether the next step reads the penalty's own gradient: the first and the last step
+        with a penalty. The backward pass of a compiled model runs only once."""
+        every = self.config.penalty.every
+        last = (self.options.steps - 1) // every * every
+        if self.parts.penalty is None or self.options.compile:
+            return False
+        return self.state.step in (0, last)
+
+    def penalty_moves(self) -> dict[str, float]:
+        """Return about how far the penalty moves the weights, as a part of their size, if known."""
+        summed = sum(map(self.rate, range(1, self.state.step + 1)))
+        moves = penalty_moves(
+            self.state.penalty_pulls, self.parts.model, self.parts.optimizer, summed
+        )
+        return {} if moves is None else {"penalty_moves": moves}
 
     def watch(self) -> None:
         """Add a row of vital signs of the last step, if one is due."""

@@ -19,6 +19,7 @@ from wellposed_lab.training.folder.state import StepNumbers
 from wellposed_lab.training.loop import batches
 from wellposed_lab.training.loop.batches import Batch
 from wellposed_lab.training.loop.machine import sum_over_processes
+from wellposed_lab.training.loop.penalty_pull import pulls_of
 
 
 def rows_of(kind: Kind, labels: Tensor) -> Tensor:
@@ -125,13 +126,14 @@ def compute_gradients(
     penalty: Penalty | None = None,
     check_targets: bool = False,
     progress: float = 1.0,
+    pulls: dict[str, float] | None = None,
 ) -> StepNumbers:
     """Compute the gradient of ``sum of losses / targets + penalty + auxiliary`` in ``.grad``.
 
     Status: exact to rounding. All micro-batches of all processes count as one batch. The penalty
     and the model's own loss (``output.auxiliary_loss``) of a micro-batch are weighted by its
     fraction of the sequences. The global norm is clipped to ``max_grad_norm``; ``progress`` as in
-    `training_loss`.
+    `training_loss`. ``pulls`` gets the norms of the penalty's own gradient (`pulls_of`).
 
     Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
     integers with several processes.
@@ -156,7 +158,10 @@ def compute_gradients(
             batch_sum, count, auxiliary = training_loss(*inputs, progress=progress)
             loss = batch_sum * per_target
             if penalty is not None:
-                term = penalty() * share
+                value = penalty()
+                if pulls is not None and number == 0:
+                    pulls |= pulls_of(value, inputs[1])
+                term = value * share
                 sums[1] += term.detach()
                 loss = loss + term * world
             if auxiliary is not None:

@@ -257,6 +257,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     build.set_learning_rate(parts.optimizer, rate)
     micro_batches = run.batches.take(options.gradient_accumulation)
     random_states = checkpoints.torch_states()
+    pulls: dict[str, float] | None = {} if run.reads_pulls() else None
     numbers = steps.compute_gradients(
         parts.accelerator,
         parts.prepared,
@@ -266,6 +267,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         penalty=run.penalty_of_step(parts.penalty),
         check_targets=check_targets,
         progress=run.progress_of_step(),
+        pulls=pulls,
     )
     what = ", ".join(numbers.not_finite())
     if what:
@@ -281,6 +283,8 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     state.epoch = run.batches.epoch
     state.batch_index = run.batches.index
     state.count(numbers, time.perf_counter() - began)
+    for name, pull in (pulls or {}).items():
+        state.penalty_pulls[name] = max(pull, state.penalty_pulls.get(name, 0.0))
     if state.step == 1 and parts.penalty is not None:
         from wellposed.penalize import large_penalty
 
@@ -381,7 +385,7 @@ def _end(
         evaluations=evaluations,
         message=message,
         failure=failure,
-        train_info={**described, **run.constraint_error(), **run.started},
+        train_info={**described, **run.constraint_error(), **run.penalty_moves(), **run.started},
     )
     result = results.RunResult(status, run.folder.path, values, message)
     run.folder.end(result)
