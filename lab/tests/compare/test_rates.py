@@ -107,8 +107,8 @@ def _ended(status, value=0.5, loss=1.0):
     ],
 )
 def test_the_headline_chooses_then_the_loss_and_failures_have_none(ended, best):
-    outcomes = zip([3.0, 1.0, 2.0], ended, strict=True)
-    rows = chosen_rates({"a": {rate: _ended(*outcome) for rate, outcome in outcomes}})
+    outcomes = [*zip([1.0, 2.0, 3.0], ended, strict=True)]
+    rows = chosen_rates({"a": {rate: _ended(*outcome) for rate, outcome in outcomes[::-1]}})
     assert [row["rate"] for row in rows if row["chosen"]] == [best]
 
 

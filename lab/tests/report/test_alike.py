@@ -9,7 +9,7 @@ from tests.support.edited import edited
 from wellposed_lab.report.aggregate import aggregate, verdict
 from wellposed_lab.report.page import build_report
 
-VALUES = {"plain": [0.5, 0.51, 0.52], "other": [0.7, 0.71, 0.72]}
+VALUES = {"plain": [0.5, 0.51, 0.52], "other": [0.7, 0.72, 0.71]}
 SHARED = {"learning_rate": 0.001, "schedule": "cosine", "warmup_steps": 0, "gamma": 1.0}
 
 
@@ -21,7 +21,8 @@ def written(compare, first, other, rates=()):
             with edited(path) as record:
                 record["config"]["train"] |= SHARED | options
     if rates:
-        rows = [{"variant": name, "rate": 0.1, "chosen": True, "loss": 1.0} for name in rates]
+        trial = {"rate": 0.1, "chosen": True, "loss": 1.0, "metric": "accuracy", "value": 0.5}
+        rows = [{"variant": name, **trial} for name in rates]
         (folder / "compare.json").write_text(json.dumps({"variants": [*VALUES], "rates": rows}))
     return folder
 
