@@ -256,6 +256,8 @@ class Request(Generic[CommandArguments]):
     """The run without them."""
     command: CommandArguments
     """The options of the command itself."""
+    typed: parser.TypedValues
+    """What the words say, without defaults."""
 
 
 def read_request(
@@ -303,7 +305,7 @@ def read_request(
 
         sys.stdout.write(tomli_w.dumps(config.to_dict()))
         raise SystemExit(0)
-    return Request(config, base, filled.command)
+    return Request(config, base, filled.command, typed)
 
 
 def command_form(command: str, task: str, extra: type[Any], summary: str) -> parser.Form[Any]:

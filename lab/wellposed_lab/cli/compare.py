@@ -76,7 +76,7 @@ def _compare(request: arguments.Request[CompareArguments], words: Sequence[str])
     listed = usual if options.variants is None else options.variants
     names = [name.strip() for name in listed.split(",") if name.strip()]
     check_options(config, names, asked_of=base)
-    is_rate_given = peek_arguments(rest, ["learning-rate"])[0]["learning-rate"] is not None
+    is_rate_given = "learning_rate" in request.typed.get("train", {})
     rates = _rates(options.learning_rates, is_rate_given=is_rate_given)
     if is_rate_given and rates and rates != "auto":
         raise ConfigError(
