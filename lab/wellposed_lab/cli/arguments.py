@@ -257,7 +257,7 @@ class Request(Generic[CommandArguments]):
     command: CommandArguments
     """The options of the command itself."""
     typed: parser.TypedValues
-    """What the words say, without defaults."""
+    """The typed values, without defaults."""
 
 
 def read_request(

@@ -137,9 +137,9 @@ def rates_beyond(tried: Tried, search: Search) -> list[tuple[str, float]]:
         if not row["chosen"] or row["loss"] is None or len(rates) >= search.most:
             continue
         if rate == max(rates):
-            wanted += [(name, further) for further in rates_about(rate, FACTORS[-1:])]
+            wanted += [(name, larger) for larger in rates_about(rate, FACTORS[-1:])]
         elif rate == min(rates):
-            wanted += [(name, further) for further in rates_about(rate, FACTORS[:1])]
+            wanted += [(name, smaller) for smaller in rates_about(rate, FACTORS[:1])]
     return wanted
 
 

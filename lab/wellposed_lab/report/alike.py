@@ -24,7 +24,7 @@ PLACEBO = 0.01
 def optimizer_differences(run: Run, first: Run) -> list[str]:
     """Return the options of the optimizer that differ from the first variant's, as phrases. Learning
     rates that were searched for both are alike."""
-    mine, others = (_optimizer_options(each) for each in (run, first))
+    mine, others = (_optimizer_options(side) for side in (run, first))
     searched = {str(row["variant"]) for row in tuned_rates(run.folder)}
     if {run.variant, first.variant} <= searched:
         del mine["learning_rate"], others["learning_rate"]
@@ -66,7 +66,7 @@ def placebo(runs: Sequence[Run], first: Run) -> str:
 
 
 def _differs_by_penalty(run: Run, first: Run) -> bool:
-    mine, others = (flat_options(each.result["config"]) for each in (run, first))
+    mine, others = (flat_options(side.result["config"]) for side in (run, first))
     different = {name for name in {*mine, *others} if mine.get(name) != others.get(name)}
     names = {name for name in different if name not in ("variant", "train.seed")}
     return bool(names) and all(name.startswith("penalty.") for name in names)
