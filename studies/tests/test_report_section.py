@@ -12,7 +12,7 @@ from wellposed.errors import DataError
 from wellposed_lab.charts import Panel, Series, draw
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
-from wellposed_studies.recipe import VERDICTS
+from wellposed_studies.evidence import VERDICTS
 
 CLAIM = {
     "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "the bound is tight", "we_got": "0.877 at N = 100",

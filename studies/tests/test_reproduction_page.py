@@ -12,9 +12,9 @@ import torch
 from wellposed.errors import ConfigError, DataError
 from wellposed_lab.charts import Panel
 from wellposed_lab.cli.main import main
+from wellposed_studies.evidence import SEEN, VERDICTS
 from wellposed_studies.recipe import (
     RECIPES,
-    VERDICTS,
     WITHDRAWN,
     Criterion,
     Recipe,
@@ -22,14 +22,13 @@ from wellposed_studies.recipe import (
     Request,
     recipe_names,
 )
-from wellposed_studies.reproduce import file_stem, reproduce
-from wellposed_studies.reproduction_page import is_stale, reproduction_page
+from wellposed_studies.reproduce import reproduce
+from wellposed_studies.reproduction_page import counted_own, counted_papers, reproduction_page
+from wellposed_studies.rows import file_stem, is_stale
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = [
-    json.loads(path.read_text())
-    for path in sorted((ROOT / "benchmarks/reproduction").glob("*.json"))
-]
+ROWS = ROOT / "benchmarks" / "reproduction"
+COMMITTED = [json.loads(path.read_text()) for path in sorted(ROWS.glob("*.json"))]
 FRESH = [values for values in COMMITTED if not is_stale(values)]
 
 
@@ -80,12 +79,12 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
     assert text == reproduction_page(tmp_path / "out")
     assert text.count("\n## ") == len(list(RECIPES))
     count = len(list(RECIPES))
-    line = (
-        f"**1 confirmed, 1 contradicted, 1 none of that size, {count - 3} undecided at this size**"
-    )
-    assert text.startswith(
-        f"# Reproduction\n\n{line}: {count} of {count} tables, figures and claims."
-    )
+    line = "49 tables, figures and theorems of the papers: 1 confirmed, 1 contradicted,"
+    assert text.startswith(f"# Reproduction\n\n**{line} 1 none of that size, 46 undecided**.")
+    assert "\n**8 claims of our own: 8 undecided**: [their own part]" in text
+    of_papers, _, ours = text.partition("\n# Our own claims\n")
+    assert "## frontier/order (mini)" in ours
+    assert "## kim2021/table-2 (mini)" in of_papers
     assert text.count("\n<details markdown>\n") == text.count("\n</details>\n") == count + 1
     assert "\n<summary>kim2021/figure-2 (mini): confirmed</summary>\n\n## kim2021/figure-2" in text
     assert "## kim2021/figure-2 (mini)" in text
@@ -102,8 +101,11 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
         f"| [kim2021/figure-2](#kim2021figure-2-mini) | {summary} | mini | 3 | confirmed |" in text
     )
     assert "| verdict | contradicted |" in section(text, "kim2021/figure-7")
+    of_figure_9 = section(text, "kim2021/figure-9")
+    assert "| verdict | none of that size at a size that was not recorded |" in of_figure_9
+    assert "\n\n| | |\n|---|---|\n| size | not recorded |\n| paper's size | read 5,0" in of_figure_9
     unsaid = section(text, "kim2021/figure-3")
-    assert "| verdict | undecided at this size |" in unsaid
+    assert "| verdict | undecided |" in unsaid
     assert (
         "| to decide | --scale medium: 0.6 min on two CPU cores; --scale paper: ~5 min on" in unsaid
     )
@@ -120,7 +122,7 @@ def test_a_row_whose_numbers_have_changed_is_stale_and_made_again(tmp_path, monk
     text = reproduction_page(tmp_path / "out")
     assert f"| {words}, stale |" in text
     assert f"<summary>{figure} (mini): {words}, stale</summary>" in text
-    assert "| stale | made before 0.4, or a number of its recipe" in section(text, figure)
+    assert "| stale | made before 0.4, or a number of its measurement" in section(text, figure)
     ran = make(monkeypatch)
     assert run_all(tmp_path)[0] == 0
     assert figure in ran
@@ -237,27 +239,22 @@ def test_data_that_is_not_there_is_said_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_committed_page_is_that_of_the_committed_results_and_the_readme_counts_it():
+def test_the_committed_page_is_that_of_the_committed_results_and_all_pages_count_alike():
     page = (ROOT / "docs" / "reproduction.md").read_text()
-    assert page == reproduction_page(ROOT / "benchmarks" / "reproduction")
-    counts = re.search(
-        r"\*\*(\d+) confirmed, (\d+) contradicted, (\d+) none of that size, (\d+)", page
-    )
-    assert counts
-    confirmed, contradicted, smaller, undecided = counts.groups()
-    total = sum(map(int, counts.groups()))
-    readme = (ROOT / "README.md").read_text()
-    assert f"| {total} tables, figures and theorems" in readme
-    assert f"{confirmed} confirmed, {contradicted} contradicted, {undecided} undecided" in readme
-    assert smaller == "0" or f"{smaller} none of that size" in readme
+    assert page == reproduction_page(ROWS)
+    for counted in (counted_papers(ROWS), counted_own(ROWS)):
+        assert f"**{counted}**" in page
+        assert f"| {counted.replace(': ', ' | ')} |" in (ROOT / "README.md").read_text()
+        assert counted in (ROOT / "docs" / "index.md").read_text()
 
 
 def test_committed_results_name_the_data_that_their_recipes_read():
-    for path in sorted((ROOT / "benchmarks" / "reproduction").glob("*.json")):
-        values = json.loads(path.read_text())
+    for values in COMMITTED:
         recipe = RECIPES.get(values["recipe"])
-        assert values["data"] is None or "data" in recipe.takes, path.name
-        assert values["data"] is not None or "data" not in recipe.takes or recipe.builtin, path.name
+        assert values["data"] is None or "data" in recipe.takes, recipe.name
+        assert values["data"] is not None or "data" not in recipe.takes or recipe.builtin, (
+            recipe.name
+        )
 
 
 def other_words(values):
@@ -322,7 +319,8 @@ def test_a_withdrawal_comes_first_in_the_notes_whatever_a_later_run_writes(
         assert re.findall(r"(?:\| |; )withdrawn on ([\d-]+) \(", row) == list(map(str, dates))
         assert row.startswith(f"| notes | withdrawn on {dates[0]} ({WITHDRAWN[name][0]['was']}): ")
     assert dates == sorted(dates, reverse=True), "newest first"
-    assert {of["was"].partition(" ")[0] for of in WITHDRAWN[name]} <= set(VERDICTS.values())
+    words = {*VERDICTS.values(), *SEEN.values()}
+    assert {of["was"].partition(" before")[0] for of in WITHDRAWN[name]} <= words
 
 
 def test_no_result_has_a_withdrawal_that_a_later_run_would_remove():

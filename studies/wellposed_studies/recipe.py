@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import inspect
-import json
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from wellposed.errors import ConfigError
 from wellposed.registry import Registry
 from wellposed_lab.charts import Panel
 from wellposed_lab.compare.runs import say_nothing
+from wellposed_studies.evidence import OWN, PAPER_SIZES, Kind, Verdict
+from wellposed_studies.protocol import judge_digest, measurement_digest
 
 Scale = Literal["toy", "mini", "medium", "paper"]
 """Toy: seconds, for tests. Mini: minutes on two cores. Medium: hours on two cores or less than one on
@@ -25,14 +24,6 @@ a large GPU, enough to confirm or refute the claim. Paper: the paper's sizes."""
 Given = Literal["data", "encoder", "vectors", "languages"]
 """Inputs that a user may give a recipe."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
-Verdict: TypeAlias = bool | str | None
-VERDICTS: Mapping[Verdict, str] = {
-    True: "confirmed",
-    False: "contradicted",
-    "smaller": "none of that size",
-    None: "undecided at this size",
-}
-"""Printed form of each verdict. ``smaller``: a gain as large as claimed would have been seen."""
 MINUTES, EFFORTS, SIZES, WITHDRAWN = (
     tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))
     for file in ("minutes", "efforts", "sizes", "withdrawn")
@@ -98,11 +89,13 @@ class Reproduction:
     got: str
     """Our result with its numbers, shown next to the paper's claim."""
     holds: Verdict
-    """Whether the claim holds at this scale, a key of `VERDICTS`; the toy scale never decides."""
+    """Whether the claim holds at this scale, a key of `evidence.VERDICTS`; the toy scale never decides."""
     notes: tuple[str, ...] = ()
     """Differences from the paper's experiment."""
     criterion: Criterion | None = None
     """Test behind the verdict; required for any verdict."""
+    size: Mapping[str, Any] | None = None
+    """Size of what was trained, by `evidence.FIELDS`; None if nothing was."""
 
     def __post_init__(self) -> None:
         if self.holds is not None and self.criterion is None:
@@ -145,6 +138,25 @@ class Recipe:
         return {**self.estimated, **self.measured}
 
     @property
+    def own(self) -> bool:
+        """Whether its claim is one of this project, not of a paper."""
+        return self.name in OWN
+
+    @property
+    def paper_size(self) -> Mapping[str, Any] | None:
+        """Size of the paper's experiment; None for mathematics and for claims of our own."""
+        return PAPER_SIZES.get(self.name)
+
+    def kind(self, scale: str, encoder: str | None = None) -> Kind:
+        """Return the kind of evidence at a scale: the paper's own size counts as mathematics.
+
+        An encoder of the user is not the paper's, whatever the scale.
+        """
+        smaller = scale != "paper" or self.own or encoder is not None
+        trains = self.power is not None or self.paper_size is not None
+        return "trained" if trains and smaller else "mathematics"
+
+    @property
     def withdrawals(self) -> list[str]:
         """Notes on the verdicts that were withdrawn, from withdrawn.toml."""
         return [
@@ -153,23 +165,28 @@ class Recipe:
         ]
 
     def protocol(self, scale: str) -> str:
-        """Return a digest of all numbers of this recipe: its module, verdicts.py and its sizes.
+        """Return a digest of the numbers of its measurement: its module without judges, its sizes.
 
         If it trains, it includes those shared by recipes of its paper. A row with another digest is
         stale; changed names, words, or formulas with the same numbers go unnoticed.
         """
-        judge = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
-        try:
-            module = inspect.getsource(sys.modules[self.function.__module__])
-        except (OSError, TypeError):  # of a recipe that is typed at a prompt
-            module = ""
-        sources = [module, judge]
         paper = self.name.partition("/")[0]
         shared = [name for name in SIZES if name.startswith(f"{paper}/") and name not in RECIPES]
         names = (self.name, paper, *(shared if self.power else ()))
         spent = [table.get(name, {}).get(scale) for table in (EFFORTS, SIZES) for name in names]
-        numbers = [*map(numbers_of, sources), spent]
-        return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
+        return measurement_digest(self._source(), spent)
+
+    def judge(self) -> str:
+        """Return a digest of the program that judges it; a row with another was judged earlier."""
+        rules = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
+        name = getattr(self.function, "__name__", "")
+        return judge_digest(self._source(), rules, name, trained=self.power is not None)
+
+    def _source(self) -> str:
+        try:
+            return inspect.getsource(sys.modules[self.function.__module__])
+        except (OSError, TypeError):  # of a recipe that is typed at a prompt
+            return ""
 
     def told(self, word: str) -> list[str]:
         """Return each text after ``word`` (Claim, Quote, Test or Note), constants filled in."""
@@ -199,16 +216,6 @@ class Recipe:
             return "-"
         about = "" if scale in self.measured else "~"
         return f"{about}{duration(self.minutes[scale])}"
-
-
-def numbers_of(source: str) -> list[float]:
-    """Return the numbers in a program, in order: not those of its comments and texts."""
-    constants = [
-        (node.lineno, node.col_offset, node.value)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-    ]
-    return [value for *_, value in sorted(constants)]
 
 
 def duration(minutes: float) -> str:

@@ -13,7 +13,7 @@ from wellposed.finite_json import from_json
 from wellposed.safe_read import read_bytes
 from wellposed_lab.report.extra_sections import REPORT_SECTIONS, ExtraSection
 from wellposed_lab.report.html_table import Column, Table, slug
-from wellposed_studies.recipe import VERDICTS
+from wellposed_studies.evidence import FIELDS, SEEN, VERDICTS, short_size, size_words
 
 _NEEDED = ("recipe", "paper_says", "we_got", "holds")
 _SVG = "data:image/svg+xml;base64,"
@@ -52,9 +52,11 @@ def _in_folder(folder: Path) -> Iterator[ExtraSection]:
 def _reproduction(file: Path, values: dict[str, Any]) -> ExtraSection:
     criterion = values.get("criterion")
     test = criterion if isinstance(criterion, dict) else {}
-    verdict = VERDICTS.get(values["holds"], VERDICTS[None])
+    sizes = {name: _size(values.get(name)) for name in ("size", "paper_size")}
     facts = {
-        "verdict": verdict, "paper says": values["paper_says"], "we got": values["we_got"],
+        "verdict": _verdict(values, sizes["size"]),
+        **{name.replace("_", " "): size_words(size) for name, size in sizes.items() if size},
+        "paper says": values["paper_says"], "we got": values["we_got"],
         **{name: test.get(name) for name in ("test", "seeds", "uncertainty")},
         "scale": values.get("scale"), "time, s": values.get("seconds"), "data": values.get("data"),
         "command": values.get("command"),
@@ -71,6 +73,16 @@ def _reproduction(file: Path, values: dict[str, Any]) -> ExtraSection:
         [(title, _SVG + drawn)] if drawn else [],
         [_table(table)] if table.is_file() else [],
     )
+
+
+def _size(size: Any) -> dict[str, Any] | None:
+    return size if isinstance(size, dict) and set(FIELDS) <= set(size) else None
+
+
+def _verdict(values: dict[str, Any], size: dict[str, Any] | None) -> str:
+    if values.get("kind") != "trained":
+        return VERDICTS.get(values["holds"], VERDICTS[None])
+    return f"{SEEN.get(values['holds'], SEEN[None])} at {short_size(size)}"
 
 
 def _table(file: Path) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,18 @@ from wellposed.measurement import write_csv
 from wellposed_lab.charts import draw
 from wellposed_lab.compare.runs import say_nothing
 from wellposed_lab.training.folder.atomic import replace_files
+from wellposed_studies.evidence import size_words, verdict_words
 from wellposed_studies.recipe import (
     RECIPES,
     SCALES,
-    VERDICTS,
     Recipe,
     Reproduction,
     Request,
     Scale,
     recipe_names,
 )
-
-
-def file_stem(name: str) -> str:
-    """Return the stem of the files of a recipe: ``kim2021-figure-2`` of ``kim2021/figure-2``."""
-    return name.replace("/", "-")
+from wellposed_studies.rows import file_stem, finished
+from wellposed_studies.run_history import leads, with_history
 
 
 def _data_of(recipe: Recipe, data: str | None) -> str | None:
@@ -77,15 +74,25 @@ class Reproduced:
     result: Reproduction
     seconds: float
     files: tuple[Path, ...] = ()
+    encoder: str | None = None
+    leads: bool = True
+    """Whether it decides the row in its folder; if not, a larger run there does."""
 
     def row(self) -> str:
-        """Return the printed row: claim, result and verdict."""
+        """Return the printed row: size, claim, result and verdict."""
+        recipe = RECIPES.get(self.name)
+        kind = recipe.kind(self.scale, self.encoder)
+        size = self.result.size
+        read = f": {size_words(size)}" if kind == "trained" else ""
         lines = [
-            f"{self.name} (scale {self.scale}, {self.seconds:.0f} s)",
+            f"{self.name} (scale {self.scale}, {self.seconds:.0f} s){read}",
+            *([f"  paper size: {size_words(recipe.paper_size)}"] if recipe.paper_size else []),
             f"  paper says: {self.says}",
             f"  we got:     {self.result.got}",
-            f"  verdict:    {VERDICTS[self.result.holds]}",
+            f"  verdict:    {verdict_words(kind, self.result.holds, size)}",
         ]
+        if not self.leads:
+            lines.append("  row:        decided by the larger run in this folder, as before")
         criterion = self.result.criterion
         if criterion is not None:
             seeds = criterion.seeds or "none"
@@ -94,6 +101,26 @@ class Reproduced:
                 f"  seeds:      {seeds}; uncertainty: {criterion.uncertainty}",
             ]
         return "\n".join([*lines, *(f"  note:       {note}" for note in self.result.notes)])
+
+
+def _checked_recipe(name: str, scale: str, inputs: Mapping[str, str | None]) -> Recipe:
+    """Return the recipe; `ConfigError` if it has no such scale or does not read an input."""
+    recipe = RECIPES.get(name)
+    if scale not in SCALES:
+        raise unknown_name("scale", str(scale), SCALES)
+    if scale not in ("toy", *recipe.minutes):
+        raise ConfigError(
+            f"{name}: has no {scale} scale, which would take too long; docs/paper_scale.md has"
+            f" the papers' settings. Its scales: {', '.join(recipe.minutes)}"
+        )
+    for option, value in inputs.items():
+        if value is not None and option not in recipe.takes:
+            able = [other for other in recipe_names() if option in RECIPES.get(other).takes]
+            raise ConfigError(
+                f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do:"
+                f" {shortened(able)}"
+            )
+    return recipe
 
 
 def reproduce(
@@ -109,6 +136,9 @@ def reproduce(
     jobs: int | None = None,
 ) -> Reproduced:
     """Reproduce a table or figure: write its csv, svg and json (claim, result, verdict) to ``out``.
+
+    If ``out`` has a larger run of it, that run decides the row and keeps its files; this one is
+    added to ``runs`` in the json.
 
     Status: empirical, at this scale. Cost: ``RECIPES.get(name).minutes``.
 
@@ -129,22 +159,8 @@ def reproduce(
         ConfigError: unknown recipe or scale, or an input that the recipe does not read.
         DataError: the data is missing, or its host cannot be reached.
     """
-    recipe = RECIPES.get(name)
-    if scale not in SCALES:
-        raise unknown_name("scale", str(scale), SCALES)
-    if scale not in ("toy", *recipe.minutes):
-        raise ConfigError(
-            f"{name}: has no {scale} scale, which would take too long; docs/paper_scale.md has"
-            f" the papers' settings. Its scales: {', '.join(recipe.minutes)}"
-        )
     inputs = {"data": data, "encoder": encoder, "vectors": vectors, "languages": languages}
-    for option, value in inputs.items():
-        if value is not None and option not in recipe.takes:
-            able = [other for other in recipe_names() if option in RECIPES.get(other).takes]
-            raise ConfigError(
-                f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do:"
-                f" {shortened(able)}"
-            )
+    recipe = _checked_recipe(name, scale, inputs)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     check_data(data)
@@ -163,13 +179,55 @@ def reproduce(
         result = replace(result, holds=None)
     if builtin is not None:
         result = replace(result, notes=(*result.notes, builtin))
+    earlier = finished(out, name)
+    if earlier is not None and earlier["scale"] == "toy":
+        earlier = None  # no evidence
+    first = leads(earlier, scale)
     files = tuple(out / f"{stem}{suffix}" for suffix in (".csv", ".svg", ".json"))
-    done = Reproduced(name, scale, recipe.says, result, seconds, files)
-    words = {"data": "DATA", "encoder": "ENCODER", "vectors": "VECTORS", "languages": languages}
+    done = Reproduced(name, scale, recipe.says, result, seconds, files, encoder, first)
+    values = _values(recipe, request, done, power, inputs)
+    if scale != "toy":
+        values = with_history(earlier, values)
+    if first or scale != "toy":
+        _write(done, values, out)
+    return done
+
+
+def _write(done: Reproduced, values: Mapping[str, Any], out: Path) -> None:
+    """Write the JSON of a row, and the table and drawing of the run if it decides the row."""
+    with replace_files(out) as folder:
+        table, figure, claim = (folder / file.name for file in done.files)
+        if done.leads:
+            rows = done.result.rows
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            write_csv(table, columns, rows)
+            draw(done.result.panels, figure)
+        claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _values(
+    recipe: Recipe,
+    request: Request,
+    done: Reproduced,
+    power: Mapping[str, Any] | None,
+    inputs: Mapping[str, str | None],
+) -> dict[str, Any]:
+    """Return the JSON of one run."""
+    result = done.result
+    words = {"data": "DATA", "encoder": "ENCODER", "vectors": "VECTORS"}
+    words["languages"] = request.languages or ""
     options = [f" --{flag} {word}" for flag, word in words.items() if inputs[flag] is not None]
-    values = {
-        "recipe": name,
-        "scale": scale,
+    read = {
+        option: Path(value).name
+        for option, value in (("encoder", request.encoder), ("vectors", request.vectors))
+        if value is not None
+    }
+    return {
+        "recipe": recipe.name,
+        "scale": request.scale,
+        "kind": recipe.kind(request.scale, request.encoder),
+        "size": result.size,
+        "paper_size": recipe.paper_size,
         "paper_says": recipe.says,
         "quoted": recipe.told("Quote"),
         "we_got": result.got,
@@ -178,17 +236,10 @@ def reproduce(
         "power": power,
         "notes": list(result.notes),
         "seconds": round(done.seconds, 1),
-        "data": None if data is None else Path(data).name or data,
-        "command": f"wellposed reproduce {name} --scale {scale}{''.join(options)}",
-        **({} if encoder is None else {"encoder": Path(encoder).name}),
-        **({} if vectors is None else {"vectors": Path(vectors).name}),
+        "data": None if request.data is None else Path(request.data).name or request.data,
+        "command": f"wellposed reproduce {recipe.name} --scale {request.scale}{''.join(options)}",
+        **read,
         "made_with": _made_with(),
-        "protocol": recipe.protocol(scale),
+        "protocol": recipe.protocol(request.scale),
+        "judge": recipe.judge(),
     }
-    with replace_files(out) as folder:
-        table, figure, claim = (folder / file.name for file in files)
-        columns = list(dict.fromkeys(column for row in result.rows for column in row))
-        write_csv(table, columns, result.rows)
-        draw(result.panels, figure)
-        claim.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return done

@@ -18,7 +18,8 @@ from wellposed_lab.training.folder.atomic import replace_file
 from wellposed_lab.training.loop.processes import run_until_stopped
 from wellposed_studies.recipe import RECIPES, SCALES, Given, Request, recipe_names
 from wellposed_studies.reproduce import check_data, reproduce
-from wellposed_studies.reproduction_page import finished, is_stale, reproduction_page
+from wellposed_studies.reproduction_page import reproduction_page
+from wellposed_studies.rows import finished, is_stale, judged_earlier, verdict_of
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ def _run_all(options: ReproduceArguments) -> bool:
     for name in recipe_names():
         done = finished(options.out, name)
         large = done and SCALES.index(done["scale"]) >= SCALES.index(options.scale)
-        if done and large and not is_stale(done):
-            holds = holds and done["holds"] in (True, None)
+        if done and large and not (is_stale(done) or judged_earlier(done)):
+            holds = holds and verdict_of(done) in (True, None)
             continue
         try:
             holds = _make(name, options, _given(options, RECIPES.get(name).takes)) and holds

@@ -5,53 +5,48 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from wellposed.finite_json import from_json
-from wellposed.options import misfits
-from wellposed_studies.recipe import (
-    RECIPES,
-    SCALES,
-    VERDICTS,
-    Recipe,
-    Scale,
-    recipe_names,
+from wellposed_studies.evidence import SEEN, VERDICTS, size_words
+from wellposed_studies.recipe import RECIPES, SCALES, Recipe, Scale, recipe_names
+from wellposed_studies.rows import (
+    Group,
+    counted,
+    finished,
+    is_stale,
+    judged_earlier,
+    kind_of,
+    row_groups,
+    row_words,
+    runs_of,
+    verdict_of,
 )
-from wellposed_studies.reproduce import file_stem
+from wellposed_studies.run_history import disagreement
 
-_ENTRIES: dict[str, Any] = {"seconds": float, "notes": list}
-_ENTRIES |= dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str)
-_ENTRIES |= {"criterion": dict | None, "data": str | None}
-_ENTRIES["holds"] = bool | Literal["smaller"] | None
-_STALE = "made before 0.4, or a number of its recipe or of the rules has changed; run it again"
-_GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of artefacts, not by hand. A
-verdict names its test, its seeds and its uncertainty. For a verdict about trained models each must
-beat a constant predictor by three standard errors, and must have levelled off, stopped as the
-paper's did, or passed its test's threshold. In results made after 0.4, its training loss also rises
-if its blocks return their inputs. Tests check that the same recipes stay undecided for untrained
-models, constant answers, shuffled labels, blocks that return their inputs and models without
-blocks. The verdict "none of that size" means that the smallest gain in print would have been seen.
-A row is stale if it was made before 0.4, or a number of its recipe has changed since. Undecided
-rows say what would decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes
-are those of the last call (until 0.3: of all calls). The call that runs a shared training counts
-its minutes. DATA in a command is the path named under data."""
+_STALE = "made before 0.4, or a number of its measurement has changed; run it again"
+_GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of artefacts, not by hand. There
+are two kinds of row. Mathematics is a theorem, a figure of random weights, a count, or an experiment
+at the paper's own size: it is confirmed or contradicted. A row that is trained below the paper's size
+says what is seen, not seen, or none of the printed size, at the size that its first line names. It
+contradicts nothing. The paper's size is beside it.
 
+A verdict names its test, its seeds and its uncertainty. Each trained model must beat a constant
+predictor by three standard errors, and must have levelled off on held-out data, stopped as the
+paper's did, or passed its test's threshold. A model that overfits has read too little and is not
+level. Its training loss also rises if its blocks return their inputs (in results made after 0.4).
+Tests check that the same recipes stay undecided for untrained models, constant answers, shuffled
+labels, blocks that return their inputs and models without blocks. A table of made-up worlds checks
+that each test answers differently if the effect is absent, as printed, reversed, or 2.5 times as
+large.
 
-def finished(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON of a finished recipe; None if there is none or its format is old."""
-    path = folder / f"{file_stem(name)}.json"
-    if not path.is_file():
-        return None
-    try:
-        values = from_json(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    complete = isinstance(values, dict) and _ENTRIES.keys() <= values.keys()
-    if not complete or [*misfits({name: values[name] for name in _ENTRIES}, _ENTRIES)]:
-        return None
-    criterion = values["criterion"]
-    tested = criterion is None or {"test", "seeds", "uncertainty"} <= set(criterion)
-    return values if tested else None
+Every run that was ever committed is listed. The largest decides, and a smaller one never replaces
+it. If decided runs disagree, the row is undecided. Two artefacts of the same runs are one row. A row
+is stale if it was made before 0.4, or a number of its measurement has changed since. A verdict by
+rules that have changed since counts as undecided until it is run again. Undecided rows say what would
+decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes are those of the last
+call (until 0.3: of all calls). The call that runs a shared training counts its minutes. DATA in a
+command is the path named under data."""
+OWN_HEADING = "Our own claims"
 
 
 def reproduction_page(folder: Path) -> str:
@@ -60,35 +55,51 @@ def reproduction_page(folder: Path) -> str:
     artefacts = [values for values in all_found.values() if values and values["scale"] != "toy"]
     missing = all_found.keys() - {values["recipe"] for values in artefacts}
     stale = sum(map(is_stale, artefacts))
-    counts = ", ".join(
-        f"{sum(values['holds'] == holds for values in artefacts)} {verdict}"
-        for holds, verdict in VERDICTS.items()
-    )
-    ran = f"{len(artefacts)} of {len(all_found)} tables, figures and claims"
-    lines = [f"# Reproduction\n\n**{counts}**{f'; {stale} stale' if stale else ''}: {ran}."]
+    papers, ours = row_groups(artefacts)
+    lines = [
+        f"# Reproduction\n\n**{counted_papers(folder)}**{f'; {stale} stale' if stale else ''}."
+    ]
+    lines.append(f"\n**{counted_own(folder)}**: [their own part](#our-own-claims).")
     if missing:
         lines.append(f"\nNot run: {', '.join(name for name in all_found if name in missing)}.")
-    lines += ['\n<div class="artefacts" markdown>', _overview(artefacts)]
-    lines += [_folded("How to read this page", _GUIDE), *map(_section, artefacts), "\n</div>\n"]
-    return "\n".join(lines)
+    lines += ['\n<div class="artefacts" markdown>', _overview(papers)]
+    lines += [_folded("How to read this page", _GUIDE), *_sections(papers), "\n</div>"]
+    lines += [f"\n# {OWN_HEADING}\n", "Questions of this project, which no paper claims."]
+    lines += ['\n<div class="artefacts" markdown>', _overview(ours), *_sections(ours)]
+    return "\n".join([*lines, "\n</div>\n"])
 
 
-def _overview(artefacts: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with one linked line for each artefact."""
+def counted_papers(folder: Path) -> str:
+    """Return the number of rows of the papers in a folder, by verdict; README has the same words."""
+    return counted(_groups(folder)[0], "tables, figures and theorems of the papers")
+
+
+def counted_own(folder: Path) -> str:
+    """Return the number of rows of our own claims in a folder, by verdict."""
+    return counted(_groups(folder)[1], "claims of our own")
+
+
+def _groups(folder: Path) -> tuple[list[Group], list[Group]]:
+    rows = [finished(folder, name) for name in recipe_names()]
+    return row_groups([values for values in rows if values and values["scale"] != "toy"])
+
+
+def _overview(groups: Sequence[Group]) -> str:
+    """Return a table with one line for each row, linked to its artefacts."""
     lines = ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|"]
-    for values in artefacts:
-        # Anchor of a heading, as made by GitHub and Python-Markdown.
-        anchor = re.sub(r"[^\w\- ]", "", _title(values).lower()).replace(" ", "-")
-        name = values["recipe"]
-        what = _cell(RECIPES.get(values["recipe"]).summary)
-        cells = (f"[{name}](#{anchor})", what, values["scale"], _seeds(values), _verdict(values))
+    for group in groups:
+        names = ", ".join(f"[{values['recipe']}](#{_anchor(values)})" for values in group)
+        first = group[0]
+        what = _cell(RECIPES.get(first["recipe"]).summary)
+        verdicts = "; ".join(dict.fromkeys(map(_verdict, group)))
+        cells = (names, what, first["scale"], _seeds(first), verdicts)
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-def is_stale(values: Mapping[str, Any]) -> bool:
-    """Return whether the numbers of the recipe have changed, or it was made before 0.4."""
-    return values.get("protocol") != RECIPES.get(values["recipe"]).protocol(values["scale"])
+def _anchor(values: Mapping[str, Any]) -> str:
+    """Return the anchor of a heading, as made by GitHub and Python-Markdown."""
+    return re.sub(r"[^\w\- ]", "", _title(values).lower()).replace(" ", "-")
 
 
 def _title(values: Mapping[str, Any]) -> str:
@@ -96,28 +107,37 @@ def _title(values: Mapping[str, Any]) -> str:
 
 
 def _verdict(values: Mapping[str, Any]) -> str:
-    return VERDICTS[values["holds"]] + is_stale(values) * ", stale"
+    return row_words(values) + is_stale(values) * ", stale"
 
 
 def _seeds(values: Mapping[str, Any]) -> object:
     return (values["criterion"] or {}).get("seeds") or "none drawn"
 
 
-def _section(values: Mapping[str, Any]) -> str:
+def _sections(groups: Sequence[Group]) -> list[str]:
+    return [_section(values, group) for group in groups for values in group]
+
+
+def _section(values: Mapping[str, Any], group: Group) -> str:
     criterion = values["criterion"] or {"test": "none", "uncertainty": "none"}
     power = values.get("power")  # None if nothing is trained
     limits = power and {"could be seen": power["words"], "levelled off": power["levelled_off"]}
     recipe = RECIPES.get(values["recipe"])
-    undecided = values["holds"] is None and values["criterion"]
+    undecided = verdict_of(values) is None and values["criterion"]
+    others = [other["recipe"] for other in group if other is not values]
     rows = {
+        **_size_rows(values, recipe),
         "paper": values["paper_says"],
         **({"quoted": "; ".join(quotes)} if (quotes := recipe.told("Quote")) else {}),
         "ours": values["we_got"],
-        "verdict": VERDICTS[values["holds"]],
+        "verdict": row_words(values),
+        **_reservations(values),
+        **({"one row with": ", ".join(others)} if others else {}),
         **({"stale": _STALE} if is_stale(values) else {}),
         "test": criterion["test"],
         "seeds": _seeds(values),
         "uncertainty": criterion["uncertainty"],
+        "runs": "; ".join(_run_words(values)),
         **({"to decide": _needs(recipe, values["scale"])} if undecided else {}),
         **(limits or {}),
         "minutes": f"{values['seconds'] / 60:.1f}",
@@ -133,6 +153,37 @@ def _section(values: Mapping[str, Any]) -> str:
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     title = _title(values)
     return _folded(f"{title}: {_verdict(values)}", f"## {title}\n", "| | |", "|---|---|", *table)
+
+
+def _size_rows(values: Mapping[str, Any], recipe: Recipe) -> dict[str, str]:
+    """Return our size and the paper's, for a training below it; nothing for mathematics."""
+    if kind_of(values) == "mathematics":
+        return {}
+    paper = {} if recipe.own else {"paper's size": size_words(recipe.paper_size)}
+    return {"size": size_words(values.get("size")), **paper}
+
+
+def _reservations(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return why the verdict of the largest run is not that of the row."""
+    words = SEEN if kind_of(values) == "trained" else VERDICTS
+    reasons = {}
+    different = disagreement(runs_of(values))
+    if different:
+        runs = ", ".join(f"{run} {words[holds]}" for run, holds in different.items())
+        reasons["runs disagree"] = f"{runs}; so the row is undecided"
+    if values["holds"] is not None and judged_earlier(values):
+        was = words[values["holds"]]
+        reasons["judged earlier"] = f"{was} by rules that have changed since; run it again"
+    return reasons
+
+
+def _run_words(values: Mapping[str, Any]) -> list[str]:
+    """Return every run in words: its scale, the commit of its program and its verdict then."""
+    words = SEEN if RECIPES.get(values["recipe"]).kind("mini") == "trained" else VERDICTS
+    return [
+        f"{run['scale']} at {str(run['commit'] or 'an unknown commit')[:8]}: {words[run['verdict']]}"
+        for run in runs_of(values)
+    ]
 
 
 def _folded(summary: str, *lines: str) -> str:

@@ -22,6 +22,7 @@ from wellposed_lab.compare.runs import PlannedRun, train_planned
 from wellposed_lab.statistics import Failure, SeedResults, mean_and_standard_error
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_studies.recipe import SIZES, Criterion, Reproduction, Request, Verdict
+from wellposed_studies.run_sizes import size_of
 from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
 if TYPE_CHECKING:
@@ -295,7 +296,8 @@ def judged(
         holds = None
         notes = [*notes, f"not judged: {'; '.join(reasons)}"]
     criterion = Criterion("", seeds or len({run.seed for run in runs}), uncertainty)
-    return Reproduction(rows, panels, got, holds, tuple(notes), criterion)
+    size = size_of([run.config for run in runs])
+    return Reproduction(rows, panels, got, holds, tuple(notes), criterion, size)
 
 
 def proved(
@@ -306,9 +308,13 @@ def proved(
     seeds: int = 0,
     sure: str = AGREED,
     notes: tuple[str, ...] = (),
+    size: Mapping[str, Any] | None = None,
 ) -> Reproduction:
-    """Return the result of formulas and random weights, if nothing is trained."""
-    return Reproduction(rows, panels, got, holds, notes, Criterion("", seeds, sure))
+    """Return the result of formulas and random weights, if nothing is trained.
+
+    ``size`` is for timings of trainings below the paper's size.
+    """
+    return Reproduction(rows, panels, got, holds, notes, Criterion("", seeds, sure), size)
 
 
 def train_grid(

@@ -26,6 +26,7 @@ from wellposed_studies.kim2021.language_models import (
     tuned,
 )
 from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
+from wellposed_studies.run_sizes import NO_DECODING
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
@@ -451,7 +452,17 @@ def table_1(request: Request) -> Reproduction:
         f"{sure} of batch {batch} on {timing_device()}; an epoch is {steps_per_epoch:.0f} steps;"
         " timings on a busy machine scatter"
     )
-    return proved(rows, got, judge_table_1(rows), *panels, sure=sure, notes=(note,))
+    size: dict[str, Any] = {
+        "read": f"random batches of {tokens} characters",
+        "width": width,
+        "depth": listing(depths),
+        "steps": repeats,
+        "batch": batch,
+        "seeds": "one",
+        "decoding": NO_DECODING,
+    }
+    holds = judge_table_1(rows)
+    return proved(rows, got, holds, *panels, sure=sure, notes=(note,), size=size)
 
 
 def judge_table_1(rows: Sequence[Row]) -> bool:

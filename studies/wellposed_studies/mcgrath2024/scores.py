@@ -30,9 +30,10 @@ from wellposed_lab.statistics import (
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.tasks.text.tokenizers import has_tokenizer
 from wellposed_lab.training.config import RunConfig, StartOptions
+from wellposed_studies.evidence import SEEN
 from wellposed_studies.mcgrath2024 import variants  # noqa: F401  it registers three
 from wellposed_studies.mcgrath2024.task import ERROR, SCALE_FREE, SETS
-from wellposed_studies.recipe import VERDICTS, Reproduction, Request, Verdict, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
@@ -277,7 +278,7 @@ def pretrained(request: Request) -> Reproduction:
         "gain of key or query alone": judge_alone(_tests_alone(cells)),
         "failure of the QR loss": judge_shares(every_share(cells)),
     }
-    verdicts = "; ".join(f"{part}: {VERDICTS[verdict]}" for part, verdict in parts.items())
+    verdicts = "; ".join(f"{part}: {SEEN[verdict]}" for part, verdict in parts.items())
     got = " ".join([f"{verdicts}.", about_scores(cells), about_drift(errors), about_qr(cells)])
     rows = [*(cell.row() for cell in cells), *drift]
     sure = f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}"

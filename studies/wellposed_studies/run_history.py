@@ -1,0 +1,68 @@
+"""All runs of an artefact: the largest decides, a smaller one never replaces it; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wellposed_studies.evidence import Verdict
+from wellposed_studies.recipe import SCALES
+
+RUN_ENTRIES: Mapping[str, Any] = {
+    "scale": str,
+    "commit": str | None,
+    "digest": str | None,
+    "result": str,
+}
+"""Entries of a run, besides its verdict: the commit of its program, its protocol, what it got."""
+SEVERAL = 2
+
+
+def run_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run that a row is of, as an entry of ``runs``."""
+    made = values.get("made_with") or {}
+    return {
+        "scale": values["scale"],
+        "commit": made.get("source"),
+        "digest": values.get("protocol"),
+        "result": values["we_got"],
+        "verdict": values["holds"],
+    }
+
+
+def with_history(earlier: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of an artefact after one more run: all runs, led by the largest.
+
+    The new run replaces an earlier row of its scale or a smaller one. A larger row stays as it is,
+    with one run more. A repeated run (of one scale, digest and result) is kept once, as judged last.
+    """
+    run = run_of(values)
+    if earlier is None:
+        return {**values, "runs": [run]}
+    past = earlier.get("runs") or [run_of(earlier)]
+    runs = [one for one in past if not _same(one, run)]
+    leading = values if _rank(values) >= _rank(earlier) else earlier
+    return {**leading, "runs": [*runs, run]}
+
+
+def leads(earlier: Mapping[str, Any] | None, scale: str) -> bool:
+    """Return whether a run of this scale decides the row, in place of the earlier one."""
+    return earlier is None or _rank({"scale": scale}) >= _rank(earlier)
+
+
+def disagreement(runs: Sequence[Mapping[str, Any]]) -> dict[str, Verdict]:
+    """Return the verdict of each decided run, by scale and commit, if they differ; else nothing."""
+    decided = {
+        f"{run['scale']} at {str(run['commit'])[:8]}": run["verdict"]
+        for run in runs
+        if run["verdict"] is not None
+    }
+    return decided if len(set(decided.values())) >= SEVERAL else {}
+
+
+def _rank(values: Mapping[str, Any]) -> int:
+    return SCALES.index(values["scale"])
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("scale", "digest", "result"))
