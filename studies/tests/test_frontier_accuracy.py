@@ -121,6 +121,8 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
         ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "constant", True),
         ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "cosine", False),
         ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.1, 2.09], "cosine", True),
+        # It overfits: its best loss was long ago.
+        ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.2, 2.4], "constant", False),
     ],
 )
 def test_runs_are_settled_where_every_one_has_levelled_off(losses, schedule, settled):
@@ -129,6 +131,7 @@ def test_runs_are_settled_where_every_one_has_levelled_off(losses, schedule, set
         config = RunConfig("text_classification", train=train)
         rows = [{"step": k, "split": "valid", "loss": loss} for k, loss in enumerate(curve, 1)]
         run = SimpleNamespace(failure=failure, config=config, logged=lambda: rows)
+        run.unsettled = vars(FinishedRun)["unsettled"].fget(run)
         run.settled = vars(FinishedRun)["settled"].fget(run)
         return cast("FinishedRun", run)
 

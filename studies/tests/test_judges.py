@@ -27,7 +27,6 @@ from wellposed_studies.sengupta2023 import costs as sizes
 from wellposed_studies.sengupta2023 import layers, tables, tokens
 from wellposed_studies.sengupta2023 import theorems as layer_theorems
 from wellposed_studies.sengupta2023.trained import LABELS, VARIANTS
-from wellposed_studies.verdicts import every
 from wellposed_studies.zhang2021 import affinity_rows
 from wellposed_studies.zhang2021 import tables as bleu
 
@@ -48,6 +47,12 @@ NEAR = (0.0, 0.01, -0.01)
 """Three seeds that agree."""
 APART = (1.0, -1.0, 0.1)
 """Three that do not."""
+
+
+BY_THOUGHT = {"kim2021/figure-8", "sengupta2023/figure-5"}
+"""Recipes whose claim a run can only contradict: nothing that they measure could confirm it."""
+UNDECIDABLE = "sengupta2023/figure-3b"
+"""Recipe without a judge: the paper prints no scale, and entropy moves with it."""
 
 
 def seeds(value, spread=NEAR):
@@ -176,8 +181,8 @@ def rival(gain):
 COSTS = Fed(costs.judge_costs, (by_kind(), 2.5), (by_kind(l2=2.0), 2.5))
 DEPTHS = Fed(
     costs.judge_depths,
-    ({"dot_product": [2], "l2_tied": [2, 12]}, 12),
-    ({"dot_product": [2, 12], "l2_tied": [2, 12]}, 12),
+    ({"dot_product": {2: 1.0, 12: 0.0}, "l2_tied": {2: 1.0, 12: 1.0}},),
+    ({"dot_product": {2: 1.0, 12: 1.0}, "l2_tied": {2: 1.0, 12: 1.0}},),
 )
 INVERSES = Fed(
     inverses.judge_inverses, (errors_at_the_end(),), (errors_at_the_end(dot=(1e-6, 9.0)),)
@@ -234,16 +239,15 @@ VERDICTS = {
     ),
     "kim2021/figure-8": Fed(
         jacobians.judge_figure_8,
-        ((1.0, 2.0, 4.0), (1.0, 2.0, 4.0)),
-        ((1.0, 2.0, 2.0), (1.0, 2.0, 2.0)),
-        options={"largest_tied": 1.0, "bound": 5.0},
+        ([1.0], [5.0], [math.inf]),
+        ([6.0], [5.0], [math.inf]),
     ),
     "kim2021/figure-9": Fed(
         costs.judge_columns, (by_kind(), 2.5), (by_kind(l2_tied_wide=0.5), 2.5)
     ),
     "kim2021/figure-10": Fed(
         inverses.judge_figure_10,
-        ([[0.9, 0.8]] * 2, [[1.5, 1.4]] * 2),
+        ([[0.9, 0.8]] * 2, [[1.6, 1.7]] * 2),
         ([[0.9, 0.8]] * 2, [[0.9, 0.8]] * 2),
     ),
     "kim2021/figure-11": DEPTHS,
@@ -257,7 +261,7 @@ VERDICTS = {
         mcgrath.judge_table_1, (by_place(0.2, 0.2, -0.2),), (by_place(0.2, 0.2, 0.2),)
     ),
     "mcgrath2024/figure-3": Fed(mcgrath.judge_drift, (drift(0.9),), (drift(1.1),)),
-    "mcgrath2024/pretrained": Fed(every, ([True, True, True],), ([True, None, False],)),
+    "mcgrath2024/pretrained": Fed(mcgrath.judge_parts, ([True] * 3,), ([False] * 3,)),
     "mcgrath2024/qr": Fed(
         mcgrath.judge_shares, ([[tight(0.3)]] * 2,), ([[tight(0.3), tight(0.9)]] * 2,)
     ),
@@ -273,7 +277,7 @@ VERDICTS = {
         layer_theorems.judge_corollary_1, (images(0.8, 0.0),), (images(0.001, 1.0),)
     ),
     "sengupta2023/theorem-2": Fed(
-        layer_theorems.judge_theorem_2, (slopes(2.0, 5.0),), (slopes(70.0, 90.0),)
+        layer_theorems.judge_theorem_2, (slopes(2.0, 5.0),), (slopes(410.0, 900.0),)
     ),
     "sengupta2023/table-1": SCORES,
     "sengupta2023/table-2": SCORES,
@@ -285,15 +289,12 @@ VERDICTS = {
     "sengupta2023/figure-3a": Fed(
         layers.judge_figure_3a, (seeds(1.0), seeds(4.0)), (seeds(1.0), seeds(1.2))
     ),
-    "sengupta2023/figure-3b": Fed(
-        layers.judge_figure_3b, (seeds(-2.2), seeds(0.7)), (seeds(0.7), seeds(-2.2))
-    ),
     "sengupta2023/figure-4": Fed(
         tokens.judge_figure_4,
         (seeds(0.9), seeds(0.5), seeds(0.7), seeds(0.4)),
         (seeds(0.5), seeds(0.9), seeds(0.7), seeds(0.4)),
     ),
-    "sengupta2023/figure-5": Fed(layers.judge_figure_5, ([0.1, -0.3], [0.2]), ([0.1, -0.4], [0.2])),
+    "sengupta2023/figure-5": Fed(layers.judge_figure_5, ([0.1, -0.3],), ([0.1, -0.4],)),
     "sengupta2023/figure-6": Fed(
         layers.judge_figure_6,
         (changes(1.0, 2.0, -0.5, -1.0), LABELS["post_ln"]),
@@ -337,7 +338,7 @@ VERDICTS = {
 def test_a_made_up_result_on_either_side_changes_the_verdict(name):
     judge, holds, against, read, options = VERDICTS[name]
     sides = [judge(*holds, **options), judge(*against, **options)]
-    assert [read(side) for side in sides] == [True, False]
+    assert [read(side) for side in sides] == [None if name in BY_THOUGHT else True, False]
     source = "".join(inspect.findsource(RECIPES.get(name).function)[0])
     assert judge.__name__ in source.replace(f"def {judge.__name__}(", ""), "the recipe asks it"
 
@@ -353,7 +354,11 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
         (layers.judge_figure_3a, (seeds(1.0), seeds(1.5))),
         (layers.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
         (layers.judge_transformer, (changes(0.5, 0.0, 2.0, math.nan), LABELS["post_ln"])),
-        (layers.judge_figure_5, ([0.1], [0.0])),
+        (layers.judge_figure_5, ([0.1],)),
+        (mcgrath.judge_parts, ([True, None, False],)),
+        (costs.judge_depths, ({"dot_product": {2: 1.0, 12: 0.3}, "l2_tied": {12: 1.0}},)),
+        (costs.judge_depths, ({"dot_product": {2: 0.0, 12: 0.0}, "l2_tied": {12: 1.0}},)),
+        (costs.judge_depths, ({"dot_product": {2: 1.0}, "l2_tied": {2: 1.0}},)),
         (order.judge, ([[tight(0.5)], [[0.1, 0.3, 0.05]]],)),
         (small_translation.judge, ([2.0, -3.0, 0.5],)),
         (characters.judge, ([[characters.Rivalry(APART, [tight(-0.1)] * 5)]],)),
@@ -362,13 +367,9 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
         (layer_theorems.judge_corollary_1, (images(0.001, 0.0),)),
         (affinity_rows.judge_affinity, ([[0.001, 0.2]],)),
         (equations.judge_equation_3, ([[0.5], [1.0]],)),
-        (inverses.judge_figure_10, ([[0.9, 1.2]], [[1.5, 1.4]])),
+        (inverses.judge_figure_10, ([[0.9, 1.2]], [[1.6, 1.4]])),
         (mcgrath.judge_shares, ([[tight(0.3)], [tight(0.9)]],)),
         (sizes.judge_table_5, ([],)),
-        (
-            lambda *of: jacobians.judge_figure_8(*of, largest_tied=1.0, bound=5.0),
-            ((1.0, 2.0, 2.0), (1.0, 2.0, 4.0)),
-        ),
     ],
 )
 def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge, result):
@@ -426,7 +427,7 @@ def test_what_speaks_against_a_claim_wins_over_what_speaks_for_it():
 
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
-    assert set(RECIPES) == set(VERDICTS)
+    assert set(RECIPES) == {*VERDICTS, UNDECIDABLE}
     assert len(RECIPES.names()) == 61
     for name in RECIPES:
         recipe = RECIPES.get(name)

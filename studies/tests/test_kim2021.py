@@ -15,7 +15,7 @@ from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
 from wellposed_studies.kim2021 import inverses as inverse
 from wellposed_studies.kim2021 import jacobians as bounds
-from wellposed_studies.kim2021.costs import depths_learned
+from wellposed_studies.kim2021.costs import shares_learned
 from wellposed_studies.kim2021.language_models import (
     fixed,
     nll,
@@ -111,7 +111,7 @@ def test_a_diverged_run_has_no_depth_at_which_it_trains(tmp_path):
     wild = replace(sizes, learning_rate=1e30, eval_batches=1)
     (run,) = train_models(Request("toy", tmp_path), "diverge", ("dot_product",), wild)
     assert math.isinf(nll(run))
-    assert depths_learned([run]) == {"dot_product": []}
+    assert shares_learned([run]) == {"dot_product": {1: 0.0}}
 
 
 def test_wrong_names_are_refused(tmp_path):

@@ -5,11 +5,13 @@ import pytest
 from wellposed_studies.protocol import judge_digest, measurement_digest, numbers_of, split_module
 
 MODULE = '''
+from rules import within
 """Words with 7."""
 STEPS = 100
 LIMIT = 0.5
 TEST = f"below {LIMIT:g}"
 BOTH = 3
+BATCHES = 6
 
 @recipe("a/b")
 def table(request):
@@ -19,7 +21,7 @@ def table(request):
 
 @recipe("a/c")
 def figure(request):
-    return judge_figure(measure(STEPS))
+    return judge_figure(measure(BATCHES))
 
 def measure(steps):
     return steps * 2
@@ -41,19 +43,22 @@ CLOSE = 0.01
 def within(values, high):
     return max(values) < high
 
-def levelled_off(losses):
+def unsettled(losses):
     return losses[-1] < CLOSE
 """
 
 
 def digests(module=MODULE, rules=RULES, recipe="table", trained=True):
-    return measurement_digest(module, [1]), judge_digest(module, rules, recipe, trained=trained)
+    return measurement_digest(module, recipe, [1]), judge_digest(
+        module, rules, recipe, trained=trained
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "measured", "judged"),
     [
         ("STEPS = 100", "STEPS = 101", True, False),
+        ("BATCHES = 6", "BATCHES = 7", False, False),  # of another recipe
         ("steps * 2", "steps * 4", True, False),
         ("BOTH = 3", "BOTH = 4", True, False),  # the measurement reads it too
         ("LIMIT = 0.5", "LIMIT = 0.6", False, True),

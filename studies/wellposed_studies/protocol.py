@@ -1,7 +1,7 @@
 """Digests that date a result: of its measurement, and of the rules that judged it; no torch.
 
 A module of recipes holds both. Functions named ``judge...``, and the functions and constants that
-only they read, judge. All else measures.
+only they read, judge. All else measures. Of both, a recipe has the part that its function reaches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 JUDGE = "judge"
 """Prefix of the functions that return a verdict."""
-GATE = "levelled_off"
+GATE = "unsettled"
 """Rule of verdicts.py that judges every training, whichever recipe asks."""
 
 
@@ -98,6 +98,15 @@ def _names_read(statements: Iterable[ast.stmt]) -> set[str]:
     }
 
 
+def _names_imported(statements: Iterable[ast.stmt]) -> set[str]:
+    return {
+        alias.asname or alias.name
+        for statement in statements
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+
+
 def _names_defined(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return {statement.name}
@@ -108,9 +117,13 @@ def _names_defined(statement: ast.stmt) -> set[str]:
     }
 
 
-def measurement_digest(source: str, spent: Sequence[Any]) -> str:
-    """Return the digest of what was measured: the module's numbers, and its sizes ``spent``."""
-    return _digest([_numbers(split_module(source).measures), spent])
+def measurement_digest(source: str, recipe: str, spent: Sequence[Any]) -> str:
+    """Return the digest of what was measured: the numbers that a recipe's function reaches in its
+    module, without those that only judge, and its sizes ``spent``."""
+    measures = {ast.unparse(statement) for statement in split_module(source).measures}
+    reached = _reached(ast.parse(source).body, {recipe})
+    mine = [statement for statement in reached if ast.unparse(statement) in measures]
+    return _digest([_numbers(mine), spent])
 
 
 @lru_cache
@@ -127,7 +140,7 @@ def judge_digest(source: str, rules: str, recipe: str, *, trained: bool) -> str:
     reached = _reached(program, {recipe})
     judges = {ast.unparse(statement) for statement in split_module(source).judges}
     mine = [statement for statement in reached if ast.unparse(statement) in judges]
-    wanted = _names_read(reached) | ({GATE} if trained else set())
+    wanted = (_names_read(reached) & _names_imported(program)) | ({GATE} if trained else set())
     shared = _reached(ast.parse(rules).body, wanted)
     return _digest([_program(statement) for statement in (*mine, *shared)])
 

@@ -165,7 +165,7 @@ class Recipe:
         ]
 
     def protocol(self, scale: str) -> str:
-        """Return a digest of the numbers of its measurement: its module without judges, its sizes.
+        """Return a digest of the numbers of its measurement: in its module, without judges, its sizes.
 
         If it trains, it includes those shared by recipes of its paper. A row with another digest is
         stale; changed names, words, or formulas with the same numbers go unnoticed.
@@ -174,13 +174,17 @@ class Recipe:
         shared = [name for name in SIZES if name.startswith(f"{paper}/") and name not in RECIPES]
         names = (self.name, paper, *(shared if self.power else ()))
         spent = [table.get(name, {}).get(scale) for table in (EFFORTS, SIZES) for name in names]
-        return measurement_digest(self._source(), spent)
+        return measurement_digest(self._source(), self._function_name, spent)
 
     def judge(self) -> str:
         """Return a digest of the program that judges it; a row with another was judged earlier."""
         rules = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
-        name = getattr(self.function, "__name__", "")
-        return judge_digest(self._source(), rules, name, trained=self.power is not None)
+        trained = self.power is not None
+        return judge_digest(self._source(), rules, self._function_name, trained=trained)
+
+    @property
+    def _function_name(self) -> str:
+        return getattr(self.function, "__name__", "")
 
     def _source(self) -> str:
         try:

@@ -23,7 +23,14 @@ from wellposed_lab.statistics import Failure, SeedResults, mean_and_standard_err
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_studies.recipe import SIZES, Criterion, Reproduction, Request, Verdict
 from wellposed_studies.run_sizes import size_of
-from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
+from wellposed_studies.verdicts import (
+    AGREED,
+    LEARNED,
+    OVERFITS,
+    STILL_LEARNING,
+    UNCERTAINTY,
+    unsettled,
+)
 
 if TYPE_CHECKING:
     from wellposed_lab.tasks.task import Task
@@ -168,20 +175,31 @@ class FinishedRun:
 
     @property
     def settled(self) -> bool:
-        """Whether the loss on *valid* had levelled off, or training failed for good."""
+        """Whether the losses on *valid* and train had levelled off, or training failed for good."""
+        return not self.unsettled
+
+    @property
+    def unsettled(self) -> str:
+        """Why the training cannot be judged, see `verdicts.unsettled`; empty if it can."""
         from wellposed_lab.training.loop.schedules import learning_rate
 
         if self.failure:
-            return True
+            return ""
         train = self.config.train
         width = self.config.model.hidden_size
         rates = [learning_rate(step, train, width) for step in range(1, train.steps + 1)]
         spent = [0.0, *accumulate(rates)]
-        valid = [row for row in self.logged() if row["split"] == "valid"]
+        logged = self.logged()
+        valid = [row for row in logged if row["split"] == "valid"]
         ended = valid[-1]["step"] if valid else 0  # earlier than planned if patience ran out
         shares = [spent[row["step"]] / spent[ended] for row in valid]
         errors = [1 - row["accuracy"] for row in valid if "accuracy" in row]
-        return levelled_off([row["loss"] for row in valid], shares, errors)
+        trained = [
+            (spent[row["step"]] / spent[ended], row["loss"])
+            for row in logged
+            if row["split"] == "train" and row["step"] <= ended
+        ]
+        return unsettled([row["loss"] for row in valid], shares, errors, trained)
 
     @cached_property
     def needs_blocks(self) -> bool:
@@ -246,8 +264,8 @@ def unfit(
     fails: Callable[[FinishedRun], bool] = lambda _: False,
     passed: Callable[[FinishedRun], bool] = lambda _: False,
 ) -> list[str]:
-    """Return why models cannot be judged: they did not learn, were still learning at the end, or
-    trained as well without their blocks.
+    """Return why models cannot be judged: they did not learn, were still learning at the end, overfit,
+    or trained as well without their blocks.
 
     ``fails`` excuses runs that the claim expects not to learn. If ``level`` is False, no loss must
     level off, because training ends as the paper's does. Nor must that of a run that has ``passed``
@@ -266,7 +284,8 @@ def unfit(
         if not (excused or learned(mine)):
             reasons.append(f"{name} is not {LEARNED} standard errors better than a constant")
         elif level and not all(passed(run) or run.settled for run in mine):
-            reasons.append(f"{name} was still learning")
+            overfits = any(run.unsettled == OVERFITS for run in mine)
+            reasons.append(f"{name} {OVERFITS if overfits else STILL_LEARNING}")
         elif not excused and mine[0].depth and not all(run.needs_blocks for run in mine):
             reasons.append(f"{name} fits as well if its blocks return their inputs")
     return list(dict.fromkeys(reasons))

@@ -26,19 +26,25 @@ UNCERTAINTY = f"{ERRORS} standard errors over seeds"
 AGREED = "every seed must agree"
 LEARNED = 3
 """Standard errors by which a model has to be better than a constant predictor to be judged."""
+ABOUT = 2
+"""Factor, either way, within which an effect counts as that of the paper."""
 LEVEL = 0.01
 _LEAST_EVALUATIONS = 8
 _BEFORE_THE_END = 0.75
+_HALF = 0.5
+STILL_LEARNING = "was still learning"
+OVERFITS = "overfits: read more"
 GATE = (
     f"nothing is judged before every model is {LEARNED} standard errors better than a constant"
     " predictor and has levelled off, or stopped as the paper's did. It has levelled off if the last"
     " quarter of its training (by the summed learning rate) improved the loss on valid by less than"
-    f" {LEVEL:.0%}, or began and stayed below {LEVEL:.0%} of valid answered wrongly. It needs"
-    f" at least {_LEAST_EVALUATIONS} evaluations"
+    f" {LEVEL:.0%}, and that on train by less or by noise. Below {LEVEL:.0%} of valid answered"
+    f" wrongly, it is level too. A last loss on valid {LEVEL:.0%} above its least is overfitting: it"
+    f" is not level, it has to read more. It needs at least {_LEAST_EVALUATIONS} evaluations"
 )
 PLATEAU = (
     "for each, twice the steps, the schedule stretched with them, improve the mean loss on valid"
-    f" by less than {LEVEL:.0%}, or it overfits in every seed. A model overfits if its last loss on"
+    f" by less than {LEVEL:.0%}, and no seed overfits. A model overfits if its last loss on"
     f" valid is {LEVEL:.0%} above its least or more"
 )
 
@@ -67,6 +73,24 @@ def inside(
     if low <= mean - reach and mean + reach <= high:
         return True
     return False if mean + reach < low or mean - reach > high else None
+
+
+def as_printed(values: Sequence[float], printed: float) -> Verdict:
+    """Return whether an effect is that of the paper, up to a factor `ABOUT` either way.
+
+    "smaller" if it is surely below ``printed / ABOUT`` on either side of 0. False if it is surely
+    reversed, or larger than ``ABOUT * printed``. None if its error bar crosses an end.
+
+    >>> [as_printed(3 * [x], 0.05) for x in (0.05, 0.0, -0.05, 0.125)]
+    [True, 'smaller', False, False]
+    """
+    if within(values, printed / ABOUT, ABOUT * printed):
+        return True
+    if within(values, -printed / ABOUT, printed / ABOUT):
+        return "smaller"
+    reversed_ = within(values, low=-printed / ABOUT) is False
+    larger = within(values, high=ABOUT * printed) is False
+    return False if reversed_ or larger else None
 
 
 def every(parts: Iterable[Verdict]) -> Verdict:
@@ -154,26 +178,61 @@ def by_training(
 
 
 def levelled_off(
-    losses: Sequence[float], spent: Sequence[float], errors: Sequence[float] = ()
+    losses: Sequence[float],
+    spent: Sequence[float],
+    errors: Sequence[float] = (),
+    trained: Sequence[tuple[float, float]] = (),
 ) -> bool:
-    """Return whether the last quarter gained less than `LEVEL` of the best, or errors stayed below.
-
-    Training is counted by ``spent``, the share of the summed learning rate, since a rate that falls
-    to 0 flattens every curve. A schedule that anneals to 0 levels off only by overfitting: use a
-    constant rate, or train until valid rises. ``errors`` count because the loss of a model without
-    errors keeps falling.
+    """Return whether a training has levelled off on held-out data and on train, see `unsettled`.
 
     >>> even = [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
     >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09], even), levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even)
     (True, False)
+    >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.2, 2.4], even)  # it overfits
+    False
+    """
+    return not unsettled(losses, spent, errors, trained)
+
+
+def unsettled(
+    losses: Sequence[float],
+    spent: Sequence[float],
+    errors: Sequence[float] = (),
+    trained: Sequence[tuple[float, float]] = (),
+) -> str:
+    """Return why a training has not levelled off: `STILL_LEARNING` or `OVERFITS`; empty if it has.
+
+    Training is counted by shares of the summed learning rate, since a rate that falls to 0 flattens
+    every curve.
+
+    Args:
+        losses: on valid.
+        spent: share at each of them.
+        errors: wrong answers on valid. They count because the loss of a model without errors keeps
+            falling.
+        trained: share and loss on train.
     """
     before = [loss for loss, share in zip(losses, spent, strict=True) if share <= _BEFORE_THE_END]
     if len(losses) < _LEAST_EVALUATIONS or not before:
-        return False
+        return STILL_LEARNING
     late = errors[len(before) - 1 :]
     if late and max(late) < LEVEL:
-        return True
-    return min(before) - min(losses) < LEVEL * min(before)
+        return ""
+    if overfits(losses):
+        return OVERFITS
+    gains = min(before) - min(losses) >= LEVEL * min(before)
+    return STILL_LEARNING if gains or _falls(trained) else ""
+
+
+def _falls(trained: Sequence[tuple[float, float]]) -> bool:
+    """Return whether the last quarter improved the mean loss on train, beyond its noise."""
+    before = [loss for share, loss in trained if _HALF < share <= _BEFORE_THE_END]
+    late = [loss for share, loss in trained if share > _BEFORE_THE_END]
+    if len(before) < ERRORS or len(late) < ERRORS:
+        return False
+    (first, noise), (last, noise_late) = (mean_and_standard_error(part) for part in (before, late))
+    reach = ERRORS * math.hypot(noise or 0.0, noise_late or 0.0)
+    return first - last > max(LEVEL * first, reach)
 
 
 def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:

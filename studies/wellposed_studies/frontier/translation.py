@@ -47,26 +47,31 @@ def double_until_plateau(
 ) -> list[Trained]:
     """Double the steps, up to ``most`` times, until each model stops gaining or overfits."""
     lengths = [first]
-    while len(lengths) <= most and not at_plateau(lengths):
+    while len(lengths) <= most and not _ended(lengths):
         lengths.append(train(2 ** len(lengths)))
     return lengths
 
 
 def at_plateau(lengths: Sequence[Trained]) -> bool:
-    """Return whether each model gained less than 1 % by the last doubling, or overfits."""
+    """Return whether each model gained less than 1 % by the last doubling, and no seed overfits."""
+    return _ended(lengths) and not any(
+        _overfits(run) for name in lengths[0] for run in lengths[-1][name]
+    )
+
+
+def _ended(lengths: Sequence[Trained]) -> bool:
+    """Return whether longer training is of no use: each model gains nothing by it, or overfits."""
     if len(lengths) < 2:
         return False
     shorter, longer = lengths[-2:]
     return all(
-        plateau(_losses(shorter[name]), _losses(longer[name])) or _overfit(longer[name])
+        plateau(_losses(shorter[name]), _losses(longer[name])) or all(map(_overfits, longer[name]))
         for name in shorter
     )
 
 
-def _overfit(runs: Sequence[FinishedRun]) -> bool:
-    return all(
-        not run.failure and overfits([loss for _, loss in run.curve("valid")]) for run in runs
-    )
+def _overfits(run: FinishedRun) -> bool:
+    return not run.failure and overfits([loss for _, loss in run.curve("valid")])
 
 
 def _losses(runs: Sequence[FinishedRun]) -> list[float]:

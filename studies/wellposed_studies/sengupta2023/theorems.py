@@ -19,6 +19,8 @@ _ALPHA = 0.99
 _COLLAPSED = 0.02
 _APART = 0.05
 _WITHIN = 0.99
+_LIMIT = math.exp(6)
+"""Limit of the printed constant for many layers."""
 _RAISED = 1.01
 _STEP = 1e-4
 _ATTAINED = "factors are attained: more effort can only lower them"
@@ -296,22 +298,27 @@ def judge_corollary_1(rows: Sequence[Row]) -> bool | None:
 def theorem_2(request: Request) -> Reproduction:
     """Slope of the whole encoder at one explicit pair of inputs, against the printed constant.
 
-    Claim: the composite map of L layers is Lipschitz with a constant that depends on no data, at
-        most (1 + 3 alpha / L)^(2L).
-    Quote: "injective Lipschitz with a fixed" (section 3.5).
+    Claim: the composite map of L layers is Lipschitz with a constant of at most
+        (1 + 3 alpha / L)^(2L), which is below e^6 = 403 at any L and width.
+    Quote: "Lipschitz bound is also independent of the in-put data" (appendix A.6).
     Test: in the Frobenius norm, with the largest eigenvalue at 1, as in section 3.2, a proved bound
-        is at most the printed one at every width and depth. The claim is contradicted if an
-        attained slope exceeds it.
+        is at most the printed one at every width and depth. The claim is contradicted if attained
+        slopes exceed the printed constant of their depth and, at some width, its limit e^6.
+    Note: the other half holds: some constant exists that depends on no data, as "injective Lipschitz
+        with a fixed (data-independent) upper bound" (section 3.5) says. It grows with the width.
     Note: alpha = {_ALPHA:g}, one expert, all weights the identity, the spectrum of the first layer,
         as in the paper. X = I except one entry of {_RAISED:g}, which is raised by {_STEP:g}. The
-        eigenvalue of its column is the largest, so that all others fall.
+        eigenvalue of its column is the largest, so that all others fall. The states are diagonal,
+        and only diagonals are computed.
     Note: proved: the recursion of theory note B8, with |d Sigma| <= 4 |dX| / |X|_2 for the largest
         eigenvalue at 1 and 4 |dX| / |X|_F for a sum of 1. The first costs a factor that grows as
         the root of the width, and the pair shows that this is real. A spectrum of sum 1 keeps the
         constant. In the largest norm of a token, which is no norm of the paper, the same pair stays
         below it (in the table).
     """
-    widths = request.pick(toy=[4, 64], mini=[4, 16, 64, 512], medium=[4, 16, 64, 512], paper=[512])
+    widths = request.pick(
+        toy=[4, 64], mini=[4, 16, 64, 512], medium=[4, 16, 64, 512, 2048], paper=[512, 2048]
+    )
     rows = sweep(_of_theorem_2, width=widths, L=(3, 6), spectrum=_SCALES)
     texts = [
         f"{row['spectrum']}, D = {row['width']}, L = {row['L']}: attained {row['attained']:.3g}"
@@ -331,42 +338,47 @@ def theorem_2(request: Request) -> Reproduction:
 
 
 def judge_theorem_2(rows: Sequence[Row]) -> bool | None:
-    """Return whether the printed constant is proved; False if an attained slope exceeds it."""
+    """Return whether the printed constant is proved; False if attained slopes exceed it and e^6."""
+    above = any(row["attained"] > row["printed"] for row in rows)
+    beyond = any(row["attained"] > _LIMIT for row in rows)
     return decided(
-        holds=all(row["proved"] <= row["printed"] for row in rows),
-        against=any(row["attained"] > row["printed"] for row in rows),
+        holds=all(row["proved"] <= row["printed"] for row in rows), against=above and beyond
     )
 
 
 _SCALES: dict[str, Callable[[Tensor], Tensor]] = {
-    "largest eigenvalue 1": lambda gram: gram / torch.linalg.matrix_norm(gram, 2),
-    "sum of eigenvalues 1": lambda gram: gram / gram.trace(),
+    "largest eigenvalue 1": lambda eigenvalues: eigenvalues / eigenvalues.max(),
+    "sum of eigenvalues 1": lambda eigenvalues: eigenvalues / eigenvalues.sum(),
 }
+"""Scales of the spectrum of X^T X, from its eigenvalues."""
 
 
 def _of_theorem_2(width: int, L: int, spectrum: str) -> Row:
     share = _ALPHA / L
-    x = torch.eye(width, dtype=torch.float64)
-    x[0, 0] = _RAISED
+    x = torch.ones(width, dtype=torch.float64)
+    x[0] = _RAISED
     moved = x.clone()
-    moved[0, 0] += _STEP
-    change = _encoded(moved, L, spectrum) - _encoded(x, L, spectrum)
+    moved[0] += _STEP
+    change = encoded_diagonal(moved, L, spectrum) - encoded_diagonal(x, L, spectrum)
     step = moved - x
     grown = (1 + share) ** (2 * L)
     root = math.sqrt(width) if spectrum == next(iter(_SCALES)) else 1.0
     return {
         "attained": float(change.norm() / step.norm()),
-        "attained_by_token": float(change.norm(dim=-1).max() / step.norm(dim=-1).max()),
+        "attained_by_token": float(change.abs().max() / step.abs().max()),
         "printed": (1 + 3 * share) ** (2 * L),
         "proved": grown * (1 + L * 4 * root * share / (1 + share)),
     }
 
 
-def _encoded(x: Tensor, layers: int, spectrum: str) -> Tensor:
-    """Return the encoding by equations 2 to 4 with one expert and identity weights."""
+def encoded_diagonal(x: Tensor, layers: int, spectrum: str) -> Tensor:
+    """Return the encoding of diag(x) by equations 2 to 4 with one expert and identity weights.
+
+    It is diagonal too, as ELU(0) = 0: its diagonal is returned.
+    """
     elu = torch.nn.functional.elu
-    between = _SCALES[spectrum](x.mT @ x)
+    between = _SCALES[spectrum](x.square())
     for _ in range(layers):
-        x = x + _ALPHA / layers * elu(x @ between)
+        x = x + _ALPHA / layers * elu(x * between)
         x = x + _ALPHA / layers * elu(elu(x))
     return x

@@ -18,12 +18,13 @@ from wellposed_studies.sengupta2023.isomap import isomap
 from wellposed_studies.sengupta2023.trained import (
     LABELS,
     SCALE_NOTE,
+    SCALED,
     SEEDS_NOTE,
     text_study,
     train_study,
 )
 from wellposed_studies.study import FinishedRun, judged, minus, said
-from wellposed_studies.verdicts import Power, by_training, every, within
+from wellposed_studies.verdicts import Power, agreed, by_training, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."
 PAIRS = (("movie", "effects."), ("terrible", "good"), ("This", "it"))
@@ -55,7 +56,7 @@ def figure_1(request: Request) -> Reproduction:
         (section 1).
     Test: in the Transformer the Euclidean distance grows by more than 1.2 from embedding to last
         layer. The cosine distance changes by less than a factor 2. Both hold beyond untrained
-        models.
+        models. Undecided if the scales of embeddings, of which the paper prints none, disagree.
     """
     rows: list[Row] = []
     growth: dict[tuple[str, str], list[float]] = {}
@@ -119,6 +120,7 @@ def figure_4(request: Request) -> Reproduction:
     Quote: "TransJect maintains the initial embedding" (section 5).
     Test: the distances of tokens at the last layer correlate more with those of the embeddings in
         TransJect than in the Transformer, and than in the one with ReZero, beyond untrained models.
+        Undecided if the scales of embeddings disagree.
         Undecided unless the layers of TransJect change the embeddings by a tenth or more in
         every seed: layers that do nothing keep every distance.
     Note: if distances are nearly equal, a small change gives a token other neighbours and Isomap
@@ -195,11 +197,19 @@ class States:
         effect: Callable[..., Sequence[float]],
         numbers: Callable[..., Sequence[Sequence[float]]],
     ) -> Verdict:
-        """Return `by_training` of the numbers of TransJect and the scaled Transformers."""
+        """Return `by_training` of TransJect and the Transformers, if both scales of these agree."""
         models = dict.fromkeys(model for (model, _), *_ in self.records)
-        names = [model for model in models if model.endswith(("scaled", LABELS["transject"]))]
-        untrained = numbers(*(name + _UNTRAINED for name in names))
-        return by_training(judge, effect, numbers(*names), untrained)
+        trained = [model for model in models if not model.endswith(_UNTRAINED)]
+        verdicts = []
+        for ending in ("", SCALED):
+            names = [
+                model
+                for model in trained
+                if model == LABELS["transject"] or model.endswith(SCALED) is bool(ending)
+            ]
+            untrained = numbers(*(name + _UNTRAINED for name in names))
+            verdicts.append(by_training(judge, effect, numbers(*names), untrained))
+        return agreed(verdicts)
 
 
 def _states(request: Request, *others: str) -> States:

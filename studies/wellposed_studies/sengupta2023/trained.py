@@ -44,13 +44,15 @@ LABELS = {
     "transject_random": "Random-TransJect",
 }
 VARIANTS = tuple(LABELS)
+SCALED = ", scaled"
+"""Ending of the name of a model whose embeddings are scaled."""
 NEIGHBOURS_NOTE = (
     "entropies in nats by the three nearest neighbours (the paper names no estimator). Entropy"
     " depends on scale"
 )
 SCALE_NOTE = (
     'the paper prints no scale of the embeddings. Its released code draws them from N(0, 1): "scaled"'
-    " here, by which verdicts go. The others start as N(0, 1/D)"
+    " here. The others start as N(0, 1/D). A verdict needs that both agree"
 )
 SEEDS_NOTE = "at mini scale 3 seeds were undecided, so 10 were trained"
 TUNING_SEED = 1000
@@ -92,7 +94,7 @@ class Study:
     def model_name(self, variant: str) -> str:
         """Return the name of a model, with the scale of its embeddings if it has one."""
         scaled = self.scale_embeddings and not variant.startswith("transject")
-        return f"{LABELS[variant]}, scaled" if scaled else LABELS[variant]
+        return f"{LABELS[variant]}{SCALED}" if scaled else LABELS[variant]
 
     def scales(self) -> list[Study]:
         """Return the study without a scale of embeddings and with it."""

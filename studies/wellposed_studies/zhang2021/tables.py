@@ -49,6 +49,21 @@ SUMMED = 128
 """Sentences in a batch, if the penalty is a sum over them."""
 STRENGTHS = (SUMMED * 1e-6, 1e-6, 1e-8, 1e-10)
 """The three printed strengths, and the largest as a sum over a batch."""
+PAPER_RUNS: Mapping[str, tuple[int, int]] = {
+    "table-1": (256, 200_000),
+    "table-2": (512, 2_000_000),
+    "table-3": (256, 200_000),
+    "table-4": (256, 20_000),
+}
+"""Width and steps of the paper's runs, by table (its smallest models)."""
+_PAPER_GAMMA = 2.0
+_PAPER_WARMUP = 8000
+DECODING: Mapping[str, Any] = {
+    "generate_beams": 4,
+    "generate_length_penalty": 0.6,
+    "generate_length_penalty_form": "gnmt",
+}
+"""Search of the paper."""
 
 PRINTED: Mapping[str, Any] = read_toml(Path(__file__).with_name("printed.toml"))
 """Value of each variant and gain of the best in percent, by table, corpus and measure."""
@@ -74,13 +89,16 @@ TEST = (
     " is significantly better than the Transformer. A measure in which all are significantly worse"
     f" contradicts it. One in which every variant gains less than {LEAST:.0%} of the Transformer's"
     " score, by one-sided tests at 5 % shared over the measures, has none of that size. A generated"
-    " corpus cannot say"
+    " corpus cannot say. Strengths have the paper's doses: strength times the summed learning rate"
 )
 EMBEDDINGS_NOTE = (
     "embedding average, vector extrema and greedy matching need --vectors, and the cosine of"
     " sentences, which replaces SkipThought, needs --encoder; columns without them are empty"
 )
 NOTES = (
+    "a penalty moves a weight by its dose, the strength times the summed learning rate. The printed"
+    " strengths are multiplied by the paper's summed rate over ours. At its strengths themselves a run"
+    " of some hundred steps moves nothing, and every variant is a placebo",
     "strengths are of means over a batch. The paper does not say whether its 1e-6 is of a mean or of"
     f" a sum over its batch, which at {SUMMED} sentences is our {STRENGTHS[0]:.2g}; both readings of"
     " its largest strength are tried",
@@ -163,7 +181,7 @@ def table_4(request: Request) -> Reproduction:
         "vocab_size": 2000,
         "max_tokens": 96,
         "limit_dialogues": limit,
-        "generate_beams": 1,
+        **DECODING,
         "generate_max_examples": generated,
         "vectors": request.vectors,
         "sentence_encoder": request.encoder,
@@ -180,7 +198,7 @@ def _translation(request: Request, width: int, *, twice: bool = False, **options
     )
     corpus = translation_data(request, words=True, pairs=pairs)
     corpus |= {"max_tokens": 300, "overflow": "drop", "limit_pairs": limit, "tokenizer": "bpe"}
-    corpus |= {"generate_beams": 1, "generate_max_examples": generated, "vocab_size": 2000}
+    corpus |= {**DECODING, "generate_max_examples": generated, "vocab_size": 2000}
     return _run(request, "translation", {**corpus, **options}, width, twice=twice)
 
 
@@ -206,6 +224,22 @@ def _run(
     )
 
 
+def dose_factor(table: str, base: RunConfig) -> float:
+    """Return the paper's summed learning rate over that of ``base``: equal doses need this factor.
+
+    The paper's schedule is ``kim2021``, gamma / sqrt(d) min(t^-1/2, t w^-3/2), summed as an integral.
+    """
+    from wellposed_lab.training.loop.schedules import learning_rate
+
+    width, steps = PAPER_RUNS[table]
+    after = 2 * (math.sqrt(steps) - math.sqrt(_PAPER_WARMUP))
+    paper = _PAPER_GAMMA / math.sqrt(width) * (math.sqrt(_PAPER_WARMUP) / 2 + after)
+    train = base.train
+    hidden = base.model.hidden_size
+    ours = math.fsum(learning_rate(step, train, hidden) for step in range(1, train.steps + 1))
+    return paper / ours
+
+
 def _generate_dialogues(folder: Path, dialogues: int) -> Path:
     """Write DailyDialog files in which each speaker says the last turn backwards."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +263,6 @@ def _reproduce(
 ) -> Reproduction:
     """Train the variants of each corpus and compare them; the first metric on test is quoted."""
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[1:2]
-    names = [f"{variant}:{strength:g}" for variant in variants for strength in strengths]
     rows: list[Row] = []
     texts = []
     verdicts = []
@@ -237,6 +270,8 @@ def _reproduce(
     chosen = []
     folder = request.runs(f"zhang2021-{table}")
     for label, base in bases.items():
+        factor = dose_factor(table, base)
+        names = [f"{name}:{factor * strength:.2g}" for name in variants for strength in strengths]
         planned = [
             PlannedRun(
                 folder / label / variant_folder(name) / f"seed-{seed}",
