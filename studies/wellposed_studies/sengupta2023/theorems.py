@@ -300,7 +300,7 @@ def theorem_2(request: Request) -> Reproduction:
 
     Claim: the composite map of L layers is Lipschitz with a constant of at most
         (1 + 3 alpha / L)^(2L), which is below e^6 = 403 at any L and width.
-    Quote: "Lipschitz bound is also independent of the in-put data" (appendix A.6).
+    Quote: "f(y)|| < e6||x" (appendix A.6).
     Test: in the Frobenius norm, with the largest eigenvalue at 1, as in section 3.2, a proved bound
         is at most the printed one at every width and depth. The claim is contradicted if attained
         slopes exceed the printed constant of their depth and, at some width, its limit e^6.
