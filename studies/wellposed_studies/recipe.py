@@ -150,7 +150,7 @@ class Recipe:
     def kind(self, scale: str, encoder: str | None = None) -> Kind:
         """Return the kind of evidence at a scale: the paper's own size counts as mathematics.
 
-        An encoder of the user is not the paper's, whatever the scale.
+        An encoder of the user is not the encoder of the paper, at any scale.
         """
         smaller = scale != "paper" or self.own or encoder is not None
         trains = self.power is not None or self.paper_size is not None

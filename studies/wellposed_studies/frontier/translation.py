@@ -60,7 +60,7 @@ def at_plateau(lengths: Sequence[Trained]) -> bool:
 
 
 def _ended(lengths: Sequence[Trained]) -> bool:
-    """Return whether longer training is of no use: each model gains nothing by it, or overfits."""
+    """Return whether longer training helps no model: each gains nothing by it, or overfits."""
     if len(lengths) < 2:
         return False
     shorter, longer = lengths[-2:]

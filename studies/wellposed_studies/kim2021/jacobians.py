@@ -298,7 +298,7 @@ def figure_8(request: Request) -> Reproduction:
     Claim: the norm of the Jacobian of dot product keeps growing: it is not Lipschitz.
     Quote: "keeps increasing when being optimised with respect to" (appendix L).
     Test: none for dot product: how far an optimiser climbs says nothing about a supremum. That dot
-        product is not Lipschitz, whatever its weights, is Theorem 3.1: kim2021/theorem-3.1. Tied L2
+        product is not Lipschitz, at any weights, is Theorem 3.1: kim2021/theorem-3.1. Tied L2
         above its certificate, or a certificate for dot product, is against the claim.
     """
     tokens, rounds, steps = request.effort("kim2021/figure-8")
