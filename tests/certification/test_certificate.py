@@ -264,6 +264,8 @@ def test_the_dictionary_holds_plain_values_alone():
         "weights": "",
         "options": "",
         "form": "",
+        "around": 0,
+        "reach": "inf",
         "notes": ["a note", "another"],
     }
     assert [layer["path"] for layer in layers] == ["bodyguard", "c"]

@@ -6,6 +6,7 @@ from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
 from wellposed.certification._layer_bound import LayerBound as LayerBound
+from wellposed.certification._local_radius import local_radius as local_radius
 from wellposed.certification._rules_by_class import certifiable_classes as certifiable_classes
 from wellposed.certification._rules_by_class import inherit_rule as inherit_rule
 from wellposed.certification._rules_by_class import register_rule as register_rule

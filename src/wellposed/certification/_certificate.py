@@ -29,7 +29,7 @@ SEE = "see "
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that `to_dict` leaves out or writes itself.
-_NOT_PLAIN = ("layers", "head", "skip", "module")
+_NOT_PLAIN = ("layers", "head", "skip", "module", "outputs")
 
 
 def worst_label(labels: Sequence[Label]) -> Label:
@@ -109,6 +109,12 @@ class Certificate:
     matters, hooks; empty if there is no bound, and in certificates saved by 0.4."""
     form: str = ""
     """Which proved bound of the whole module was the smallest; empty in certificates before 0.5."""
+    around: int = 0
+    """Number of inputs of ``around=``; 0 if the domain is all inputs or a ball about 0."""
+    reach: float = math.inf
+    """How far a token may be from its place in ``around=``."""
+    outputs: Tensor | None = field(default=None, repr=False, compare=False)
+    """What the module answers to the inputs of ``around=``."""
     module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     """The certified module while it is alive; None in copies of the certificate."""
 
@@ -202,7 +208,9 @@ class Certificate:
         Status: certified (theory note B9); rounding of the forward pass is not covered. r is
         ``min_k (f_y - f_k) / (|w_y - w_k| L_body)`` if the last linear map is known, at least
         ``margin / (sqrt(2) total)``, and for ``norm="inf"`` at least ``margin / (2 total)``. On a
-        ball it is at most ``ball - max_i |x_i|``, for ``norm="inf"`` divided by ``sqrt(width)``.
+        ball it is at most ``ball - max_i |x_i|``, for ``norm="inf"`` divided by ``sqrt(width)``. Of
+        a certificate around inputs the logits must be theirs, and r is at most its radius;
+        `wellposed.certification.local_radius` looks for the best one.
         The perturbation acts on the embedded input; in ``tok`` every token may move by r at once.
         When not to use: with a head of several labels or of a regression, whose outputs move by
         at most ``total |delta|`` each.
@@ -221,7 +229,8 @@ class Certificate:
         Raises:
             ShapeError: fewer than two classes; a number of tokens that is not covered, or unknown
                 though ``min_tokens > 1``; labels out of range; not one value per input.
-            ConfigError: ``problem_type`` is not a single label; ``largest_token >= 0`` missing on a
+            ConfigError: ``problem_type`` is not a single label; logits of other inputs than
+                ``around=``; ``largest_token >= 0`` missing on a
                 ball, or ``width >= 1`` for ``norm="inf"``.
 
         A `UserWarning` tells that the module's weights or options have changed: r is right for the
@@ -248,6 +257,8 @@ class Certificate:
         self._check_lengths(tokens, inputs)
         room = self._room(largest_token, width, inputs).to(logits.device)
         scores = logits.detach().to(torch.float64)
+        self._check_centres(logits)
+        room = room.clamp_max(self.reach)
         if self.label == "uncertified" or not 0 <= self.total < math.inf:
             return torch.zeros_like(room)
         answers = scores.argmax(-1) if labels is None else labels.to(scores.device)
@@ -262,6 +273,20 @@ class Certificate:
         radii = torch.where(others, margins / slopes, math.inf).amin(-1)
         radii = torch.where(scores.isfinite().all(-1), torch.minimum(radii, room), 0.0)
         return radii.clamp_min(0).nan_to_num(nan=0.0, posinf=math.inf)
+
+    def _check_centres(self, logits: Tensor) -> None:
+        """Refuse logits of other inputs than those that the certificate is around."""
+        if self.outputs is None or not self.around:
+            return
+        unit = math.sqrt(torch.finfo(logits.dtype).eps) if logits.is_floating_point() else 0.0
+        clean = self.outputs.to(logits.device)
+        fits = clean.numel() == logits.numel()
+        off = (clean.reshape(logits.shape) - logits.detach().double()).abs() if fits else clean
+        if not fits or not bool((off <= unit * (1 + clean.abs().max())).all()):
+            raise ConfigError(
+                f"radius: the certificate covers {self.domain}, and these logits {tuple(logits.shape)}"
+                " are not those of the inputs that were passed as around; certify around these inputs"
+            )
 
     def _check_lengths(self, tokens: int | Tensor | None, inputs: torch.Size) -> None:
         if tokens is None:

@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wellposed.attack import activation_dtype, reads_pairs
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.certification._as_called import without_compiler
+from wellposed.certification._centres import Centres, check_around, record_centres
 from wellposed.certification._certificate import (
     SEE,
     Certificate,
@@ -28,7 +29,7 @@ from wellposed.certification._cross_check import (
     try_out,
     undisturbed,
 )
-from wellposed.certification._walk import RuleContext
+from wellposed.certification._walk import CertificateBuilder, RuleContext
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
 
@@ -53,6 +54,7 @@ def certify(
     mask: MaskKind | None = None,
     min_tokens: int = 1,
     cross_check: bool = True,
+    around: Tensor | None = None,
 ) -> Certificate:
     """Return ``L`` with ``|f(X) - f(Y)| <= L |X - Y|`` for all X, Y of at most ``seq_len`` tokens.
 
@@ -81,11 +83,15 @@ def certify(
             Hugging Face padded queries see real tokens, so there a pattern claims no padding.
         min_tokens: Fewest real tokens; sharpens mean pooling in norms 2 and sum.
         cross_check: Test the bounds by a few forward passes of a few tokens in the module's dtype.
+        around: Inputs (batch, tokens, width) of one length, without padding. The bound is then of
+            inputs each of whose tokens is within ``radius`` of that of one of them (note B19): norm
+            tok only. It is finite with LayerNorm if no token may become constant.
 
     Raises:
         ShapeError: ``seq_len`` or ``min_tokens`` is out of range.
         ConfigError: ``seq_len`` is missing and a part needs it; unknown norm or mask, a mask that
-            the module does not run, or ``radius <= 0``.
+            the module does not run, ``radius <= 0``; ``around`` without a radius, in another norm,
+            or not of vectors.
         NotLipschitzError: NaN or infinity in a parameter (all are named) or in the cross-check.
         UnsoundBoundError: the cross-check exceeds a bound, so the named module's rule is wrong.
 
@@ -119,10 +125,22 @@ def certify(
         )
     module = without_compiler(module)
     _refuse_non_finite(module)
+    inputs = None
+    if around is not None:
+        inputs = _inputs_around(module, around, seq_len, norm=norm, radius=radius)
+        seq_len = inputs.shape[1]
+        min_tokens = min(min_tokens, seq_len)
     dtype = activation_dtype(module)
     ball = math.inf if radius is None else float(radius)
-    context = RuleContext("", ball, norm, seq_len, min_tokens, mask, dtype)
-    builder = context.builder
+    builder = CertificateBuilder()
+    centres: Centres | None = None
+    if inputs is not None:
+        with undisturbed(module):
+            centres = record_centres(module, inputs, is_causal=mask == "causal")
+        builder.centres = centres.by_module
+        ball += float(inputs.norm(dim=-1).max()) * (1 + 1e-9)
+    moved = math.inf if centres is None or radius is None else float(radius)
+    context = RuleContext("", ball, norm, seq_len, min_tokens, mask, dtype, builder, moved=moved)
     with undisturbed(module):
         bound = builder.visit(module, context)
         visits = [visit for visit in builder.visits if visit is not None]
@@ -163,6 +181,7 @@ def certify(
                     dtype,
                     layers,
                     visited,
+                    inputs,
                 )
             )
     return Certificate(
@@ -173,9 +192,12 @@ def certify(
         tokens=seq_len,
         min_tokens=min_tokens,
         mask="/".join(sorted(builder.masks)) or "none used",
-        domain="all inputs" if radius is None else f"tokens with |x_i| <= {radius:g}",
+        domain=_domain(radius, inputs),
         dtype="/".join(_dtypes(module)) or "no parameters",
-        ball=ball,
+        ball=math.inf if radius is None or inputs is not None else float(radius),
+        around=0 if centres is None else centres.count,
+        reach=math.inf if centres is None or radius is None else float(radius),
+        outputs=None if centres is None else centres.outputs,
         notes=(*builder.notes, *_notes(module)),
         head=builder.head,
         skip=builder.skip,
@@ -186,6 +208,29 @@ def certify(
         options=options_digest(module) if has_bound else "",
         module=weakref.ref(module),
     )
+
+
+def _inputs_around(
+    module: nn.Module, around: object, seq_len: int | None, *, norm: TokenNorm, radius: float | None
+) -> Tensor:
+    """Return the inputs of ``around=`` in float64, or raise what is wrong with the request."""
+    if norm != "tok":
+        raise ConfigError(
+            f"certify: around= has bounds in norm 'tok' only, received norm={norm!r}; a radius in tok is"
+            " also one in norm 2, so leave norm out"
+        )
+    if radius is None or math.isinf(radius):
+        raise ConfigError(
+            "certify: around= needs radius=, the finite 2-norm by which each token may move from its"
+            f" place in around; received {radius!r}"
+        )
+    return check_around(module, around, seq_len)
+
+
+def _domain(radius: float | None, inputs: Tensor | None) -> str:
+    if inputs is not None:
+        return f"tokens within {radius:g} of those of {len(inputs)} inputs"
+    return "all inputs" if radius is None else f"tokens with |x_i| <= {radius:g}"
 
 
 def _outwards(path: str) -> int:

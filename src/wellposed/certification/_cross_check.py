@@ -56,6 +56,8 @@ class Claim:
     """Bounds that contractive layers divide by, by module id."""
     visited: Sequence[tuple[str, nn.Module, bool]] = ()
     """Every module that a rule reached, innermost first, and whether it may change its input."""
+    centres: Tensor | None = None
+    """Inputs around which the bounds hold, or None: around zero."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def try_out(claim: Claim) -> str:
     reasons: list[str] = []
     width = _width(claim.module)
     # TransJect appends positions to embeddings, so its inputs are twice as wide as its table.
-    for candidate in (_ANY_WIDTH,) if width is None else (width, 2 * width):
+    candidates = (_ANY_WIDTH,) if width is None else (width, 2 * width)
+    for candidate in candidates if claim.centres is None else (claim.centres.shape[-1],):
         try:
             by_part = _run(claim, candidate)
         except UnsoundBoundError:
@@ -141,9 +144,13 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     """Return the pairs of each part by its id; the module itself is measured without a hook."""
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    shape = (3, len(_SCALES), claim.tokens, width)
+    tokens = claim.tokens if claim.centres is None else claim.centres.shape[1]
+    shape = (3, len(_SCALES), tokens, width)
     noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
     x = _placed(noise[0], claim)
+    if claim.centres is not None:
+        first = claim.centres[torch.arange(len(_SCALES)) % len(claim.centres)]
+        x = x + first.to(x)
     inputs = [x, x + _placed(noise[1], claim)]
     call = _as_function(claim, device)
     # Contractive layers have computed their bounds already.
@@ -284,6 +291,9 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
             " (register_rule), correct it; if it is ours, please report it with the module's"
             " options"
         )
+    if claim.centres is not None:
+        # Steps in small balls are not much longer than the rounding of their ends.
+        slope = (slope - allowed).clamp_min(0)
     return float(slope.max()) / bound if bound > 0 else 0.0
 
 

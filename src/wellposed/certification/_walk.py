@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from wellposed.certification._as_called import (
     uncertifiable_reason,
     without_compiler,
 )
+from wellposed.certification._centres import Centre
 from wellposed.certification._certificate import SEE, CertifiedLayer
 from wellposed.certification._layer_bound import (
     SKIP_INSIDE,
@@ -66,6 +67,8 @@ class CertificateBuilder:
     """Parts that change their input, until a rule composes them by `product` or `residual`."""
     head: tuple[Tensor, float] | None = None
     skip: float | None = None
+    centres: Mapping[int, Centre] = field(default_factory=dict)
+    """Recorded inputs by module id, of a certificate around given inputs."""
     without_bound: str = ""
     """The first part without a bound on any ball; what follows it has no ball either."""
 
@@ -76,8 +79,9 @@ class CertificateBuilder:
         kind = class_called(module).__name__
         index = len(self.visits)
         self.visits.append(None)
+        context = self._near_centre(module, context)
         asked = (context.norm, context.tokens, context.min_tokens, context.given_mask)
-        key = (id(module), (*asked, context.radius, context.is_branch))
+        key = (id(module), (*asked, context.radius, context.is_branch, context.moved))
         known = self.memory.get(key)
         bound = self._answer(module, context, index) if known is None else known[1]
         if changes_input(module) and not bound.overwrites:
@@ -96,6 +100,14 @@ class CertificateBuilder:
         self.visits[index] = Visit(row, module, context.norm, bound.overwrites)
         return bound
 
+    def _near_centre(self, module: nn.Module, context: RuleContext) -> RuleContext:
+        """Shrink the ball to one that contains the balls around the recorded tokens."""
+        centre = self.centres.get(id(module))
+        if centre is None or math.isinf(context.moved):
+            return context
+        size = (centre.size + centre.reach(context.moved)) * (1 + 1e-9)
+        return replace(context, radius=min(context.radius, size))
+
     def _answer(self, module: nn.Module, context: RuleContext, index: int) -> LayerBound:
         kind = class_called(module)
         rule = RULES.get(kind)
@@ -110,6 +122,9 @@ class CertificateBuilder:
         differs = uncertifiable_reason(module)
         if differs is not None:
             return context.refuse(differs)
+        if not rule.__module__.startswith("wellposed."):
+            # It was written for balls about 0, and may call a part on a multiple of the input.
+            context = replace(context, moved=math.inf)
         composed_before = self.overwriting.copy()
         try:
             bound = rule(module, context)
@@ -174,6 +189,8 @@ class RuleContext:
     """The certificate that this context writes to."""
     is_branch: bool = False
     """Whether a residual around the module will bound it together with its skip."""
+    moved: float = math.inf
+    """Largest distance of a token from its recorded centre; infinite without centres."""
 
     @property
     def seq_len(self) -> int:
@@ -204,8 +221,19 @@ class RuleContext:
         return replace(self, given_mask=self.given_mask or mask)
 
     def at_radius(self, radius: float) -> RuleContext:
-        """Return this context with another ball."""
-        return replace(self, radius=radius)
+        """Return this context with another ball, of which no centre is known; see `after`."""
+        return replace(self, radius=radius, moved=math.inf)
+
+    def after(self, bound: LayerBound) -> RuleContext:
+        """Return the context of what reads the outputs of a part that has this bound here."""
+        moved = times(bound.lipschitz, self.moved)
+        return replace(self, radius=bound.out_radius, moved=moved)
+
+    def centre_of(self, module: nn.Module) -> Centre | None:
+        """Return the recorded tokens of a module, if its tokens stay within ``moved`` of them."""
+        if math.isinf(self.moved) or self.norm != "tok":
+            return None
+        return self.builder.centres.get(id(module))
 
     def in_norm(self, norm: TokenNorm) -> RuleContext:
         """Return this context in another norm, with its own rows; see `of_one_vector`."""
@@ -235,17 +263,18 @@ class RuleContext:
 
     def child(self, module: nn.Module, name: str, *, radius: float | None = None) -> LayerBound:
         """Return the bound of a child on tokens within ``radius`` (default: this context's)."""
+        moved = self.moved if radius is None else math.inf
         radius = self.radius if radius is None else radius
-        inside = replace(self, path=self._path(name), radius=radius)
+        inside = replace(self, path=self._path(name), radius=radius, moved=moved)
         return self.builder.visit(module, inside)
 
     def chain(self, children: Iterable[Named]) -> LayerBound:
         """Return the bound of children in sequence; each passes its ball on to the next."""
         bounds: list[LayerBound] = []
-        radius = self.radius
+        context = self
         for name, module in children:
-            bounds.append(self.child(module, name, radius=radius))
-            radius = bounds[-1].out_radius
+            bounds.append(context.child(module, name))
+            context = context.after(bounds[-1])
         return self.product(bounds)
 
     def chain_of(self, owner: nn.Module, paths: str) -> LayerBound:
@@ -343,12 +372,12 @@ class RuleContext:
     ) -> LayerBound:
         """Return the bound of ``x -> N_after(a x + b f(N_before(x)))``; both norms are optional."""
         inside = self.chain([before] if before else [])
-        within = replace(self, radius=inside.out_radius, is_branch=True)
+        within = replace(self.after(inside), is_branch=True)
         inner = within.product([inside, branch(within)])
         joined = self.residual(inner, *coefficients)
         if after is None:
             return joined
-        normed = self.product([joined, self.child(after[1], after[0], radius=joined.out_radius)])
+        normed = self.product([joined, self.after(joined).child(after[1], after[0])])
         return replace(normed, form=f"{joined.form}, then the norm")
 
     def layer(self, owner: nn.Module, *branches: tuple[str, Branch], before: bool) -> LayerBound:
@@ -359,7 +388,7 @@ class RuleContext:
             norm = (path, owner.get_submodule(path))
             first, last = (norm, None) if before else (None, norm)
             bounds.append(context.sublayer(branch, before=first, after=last))
-            context = context.at_radius(bounds[-1].out_radius)
+            context = context.after(bounds[-1])
         return self.product(bounds)
 
     def record(self, module: nn.Module, name: str, bound: LayerBound) -> LayerBound:

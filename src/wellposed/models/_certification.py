@@ -87,8 +87,8 @@ def _body(module: WellposedModel, context: RuleContext) -> LayerBound:
     radius = scale * (context.radius + largest)
     bound = LayerBound(scale, form, "exact", out_radius=radius, skip=scale)
     embedded = context.record(embeddings, "embeddings", bound)
-    dropout = context.child(embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)
-    rest = context.at_radius(dropout.out_radius).chain_of(module, "layers.* final_norm")
+    dropout = context.after(embedded).child(embeddings.dropout, "embeddings.dropout")
+    rest = context.after(embedded).after(dropout).chain_of(module, "layers.* final_norm")
     return context.product([embedded, dropout, rest])
 
 
@@ -120,7 +120,7 @@ def _classifier_route(module: Any, context: RuleContext) -> LayerBound:
     if pooling is None:
         name = getattr(module.pool, "__name__", repr(module.pool))
         return context.refuse(f"no bound is known for the pooling {name}; known: mean, first, max")
-    pooled = context.record(module, "pool", pooling(context.at_radius(body.out_radius)))
+    pooled = context.record(module, "pool", pooling(context.after(body)))
     parts = [body, pooled]
     if isinstance(module, families.WellposedForSequenceClassification):
         parts.append(context.child(module.dropout, "dropout", radius=pooled.out_radius))

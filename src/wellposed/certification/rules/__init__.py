@@ -1,13 +1,13 @@
 """The rules of certificates by kind of layer; each file registers its own on import."""
 
 from wellposed.certification.rules import _bounded_attention, _convolutions, _ours  # noqa: F401
+from wellposed.certification.rules._attention_weights import AttentionWeights as AttentionWeights
 from wellposed.certification.rules._blocks import mean_pooling as mean_pooling
 from wellposed.certification.rules._blocks import of_one_vector as of_one_vector
 from wellposed.certification.rules._blocks import one_token as one_token
 from wellposed.certification.rules._bounded_attention import (
     cosine_attention_bound as cosine_attention_bound,
 )
-from wellposed.certification.rules._dot_product import AttentionWeights as AttentionWeights
 from wellposed.certification.rules._dot_product import (
     dot_product_ball_bound as dot_product_ball_bound,
 )

@@ -55,7 +55,7 @@ def residual_coefficients(residual: nn.Module, context: RuleContext) -> tuple[fl
 @register_rule(Block, sums=True)
 def _block(module: Block, context: RuleContext) -> LayerBound:
     first = _sublayer(module, "attention", context)
-    second = _sublayer(module, "feedforward", context.at_radius(first.out_radius))
+    second = _sublayer(module, "feedforward", context.after(first))
     return context.product([first, second])
 
 
@@ -114,7 +114,7 @@ def _encoder_layer(module: nn.TransformerEncoderLayer, context: RuleContext) -> 
 
 def _feedforward(module: nn.TransformerEncoderLayer, context: RuleContext) -> LayerBound:
     up = context.child(module.linear1, "linear1")
-    inner = function_bound(module.activation, context.at_radius(up.out_radius))
+    inner = function_bound(module.activation, context.after(up))
     inner = _either(inner, _FUSED_SLOPES.get(module.activation_relu_or_gelu), up.out_radius)
     rest = context.at_radius(inner.out_radius).chain_of(module, "dropout linear2 dropout2")
     return context.product([up, inner, rest])

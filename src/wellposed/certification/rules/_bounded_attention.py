@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,16 +12,19 @@ from torch import Tensor
 from wellposed.certification._layer_bound import LayerBound, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
-from wellposed.certification.rules._dot_product import (
+from wellposed.certification.rules._attention_weights import (
     TRY_ALL_BELOW,
     AttentionWeights,
+    weights_of,
+)
+from wellposed.certification.rules._cosine_weights import CosineWeights
+from wellposed.certification.rules._dot_product import (
     in_norm,
-    norms,
     on_the_ball,
     refuse_dropout,
     row_mass,
-    weights_of,
 )
+from wellposed.certification.rules._near import cosine_near, nearer
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.linalg import (
     Bound,
@@ -29,12 +32,11 @@ from wellposed.linalg import (
     L2Layer,
     MaskKind,
     Norm,
-    certified_spectral_norm,
     check_norm,
     l2_constants,
     least,
 )
-from wellposed.nn import BallAttention, CosineSelfAttention, L2SelfAttention
+from wellposed.nn import BallAttention, CosineSelfAttention, L2SelfAttention, project_to_ball
 
 Layers = tuple[L2Layer, L2Layer]
 
@@ -135,7 +137,7 @@ def cosine_attention_bound(
         raise ConfigError(
             f"cosine attention has a Lipschitz bound only for eps > 0, received eps={eps}"
         )
-    weights = _CosineWeights(query, key, value, HeadMaps(output), eps, temperature, value_scale)
+    weights = CosineWeights(query, key, value, HeadMaps(output), eps, temperature, value_scale)
     bound = _cosine_bound(weights, seq_len=seq_len, norm=norm, mask=mask)
     if output_norm is None or norm == 2:
         return bound
@@ -144,62 +146,7 @@ def cosine_attention_bound(
     return least([bound, Bound(with_output, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")])
 
 
-@dataclass(frozen=True)
-class _CosineWeights:
-    """Weights and scales of cosine attention, as in `cosine_attention_bound`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    outputs: HeadMaps
-    eps: float
-    temperature: Tensor | float
-    value_scale: Tensor | float
-
-    @cached_property
-    def tau(self) -> Tensor:
-        """Temperatures (H,)."""
-        tau = torch.as_tensor(self.temperature, dtype=torch.float64).detach().abs()
-        return tau.expand(len(self.query))
-
-    @cached_property
-    def scale(self) -> Tensor:
-        """``nu / sqrt(eps)`` (H,)."""
-        nu = torch.as_tensor(self.value_scale, dtype=torch.float64).detach().abs()
-        return (nu / math.sqrt(self.eps)).expand(len(self.query))
-
-    @cached_property
-    def sizes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``|W_Q|``, ``|W_K|`` and ``|W_V|`` of each head."""
-        return norms(self.query), norms(self.key), norms(self.value)
-
-    def per_token(self) -> Tensor:
-        """Bound each head in norm tok, before its output weight (H,)."""
-        query, key, value = self.sizes
-        steepest = self.tau * torch.maximum(query, key)
-        return self.scale * (value.square() + steepest.square()).sqrt() * (1 + 1e-12)
-
-    def per_row(self, mass: float, key_mass: float) -> Tensor:
-        """Bound each head in norm 2, before its output weight (H,)."""
-        query, key, value = self.sizes
-        moved = mass * value
-        logits = self.tau * (query.square() + (key_mass * key).square()).sqrt()
-        written = self.tau * (query.square() + (mass * key).square()).sqrt()
-        together = (moved.square() + written.square()).sqrt()
-        return self.scale * torch.minimum(moved + logits, together) * (1 + 1e-12)
-
-    def all_heads(self, mass: float) -> Bound:
-        """Bound all heads in norm 2: each reads the same perturbation."""
-        tau = self.tau[:, None, None]
-        parts = (mass * self.value, tau * self.query, mass * tau * self.key)
-        reads = torch.cat([part.detach().double() for part in parts], dim=-1)
-        writes = self.outputs.maps * self.scale[:, None, None]
-        sides = (reads.movedim(0, 1).flatten(1), writes.flatten(0, 1))
-        sizes = [certified_spectral_norm(side, method="cholesky") for side in sides]
-        return Bound(sizes[0] * sizes[1] * (1 + 1e-12), "heads together, 2 (B6)")
-
-
-def _cosine_bound(weights: _CosineWeights, *, seq_len: int, norm: Norm, mask: MaskKind) -> Bound:
+def _cosine_bound(weights: CosineWeights, *, seq_len: int, norm: Norm, mask: MaskKind) -> Bound:
     balance = weights.query.shape[1] <= TRY_ALL_BELOW
     if norm == 2:
         mass = row_mass(seq_len, mask, float(weights.tau.max()))
@@ -221,18 +168,29 @@ def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) ->
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
     nu = module.nu.detach().double().expand(len(weights.output))
     parts = (weights.query, weights.key, weights.value, weights.outputs)
-    cosine = _CosineWeights(*parts, module.eps, tau, nu)
+    cosine = CosineWeights(*parts, module.eps, tau, nu)
     bound = partial(_cosine_bound, cosine, seq_len=context.seq_len, mask=context.mask)
     # Each head's output is an average of vectors shorter than nu, for any input.
     spread = weights.outputs.joined(nu.abs(), balance=weights.is_small)
     out_radius = float(spread + weights.output_bias.norm())
-    return in_norm(bound, context, module.embed_dim, out_radius)
+    everywhere = in_norm(bound, context, module.embed_dim, out_radius)
+    centre = context.centre_of(module)
+    if centre is None:
+        return everywhere
+    near = cosine_near(cosine, weights, centre, context.moved)
+    if not float(near.value) < everywhere.lipschitz:
+        return everywhere
+    return replace(everywhere, lipschitz=float(near.value), form=near.form)
 
 
 @register_rule(BallAttention, sums=True)
 def _ball_attention(module: BallAttention, context: RuleContext) -> LayerBound:
     weights = context.remember(module, "ball_weights", lambda: _ball_weights(module))
-    return on_the_ball(weights, context.at_radius(min(1.0, context.radius)))
+    bound = on_the_ball(weights, context.at_radius(min(1.0, context.radius)))
+    centre = context.centre_of(module)
+    if centre is not None:
+        centre = replace(centre, tokens=project_to_ball(centre.tokens))
+    return nearer(bound, weights, centre, context)
 
 
 def _ball_weights(module: BallAttention) -> AttentionWeights:

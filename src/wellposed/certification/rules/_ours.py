@@ -97,8 +97,8 @@ def _dynamic_erf(module: DynamicErf, context: RuleContext) -> LayerBound:
 @register_rule(MLP, sums=True)
 def _mlp(module: MLP, context: RuleContext) -> LayerBound:
     up = context.child(module.up_proj, "up_proj")
-    inner = function_bound(module.activation, context.at_radius(up.out_radius))
-    down = context.child(module.down_proj, "down_proj", radius=inner.out_radius)
+    inner = function_bound(module.activation, context.after(up))
+    down = context.after(up).after(inner).child(module.down_proj, "down_proj")
     return context.product([up, inner, down])
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wellposed.certification._centres import slopes_near, smallest_deviation
 from wellposed.certification._layer_bound import LayerBound, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
@@ -153,7 +155,16 @@ def slope_rule(
     @register_rule(module_type, sums=True)
     def _activation(module: nn.Module, context: RuleContext) -> LayerBound:
         ends = slopes(module) if callable(slopes) else slopes
-        return _by_slopes(ends, context, zero_at_zero=zero_at_zero)
+        bound = _by_slopes(ends, context, zero_at_zero=zero_at_zero)
+        centre = context.centre_of(module)
+        near = None if centre is None else slopes_near(module, centre, context.moved)
+        if near is None:
+            return bound
+        low, high = (end.clamp(*ends) for end in near)
+        steepest = float(torch.maximum(low.abs(), high.abs()).max())
+        links = (Slopes(low, high),)
+        form = "largest slope around the inputs (B19)"
+        return replace(bound, lipschitz=steepest, form=form, label="certified", links=links)
 
 
 def _with_one(module: nn.Module, attribute: str) -> Ends:
@@ -228,10 +239,18 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
         return context.refuse(
             "with eps=0 it divides by 0 at a constant token; build it with eps > 0"
         )
+    form = "max|gamma| / sqrt(eps)"
+    centre = context.centre_of(module)
+    if centre is not None:
+        lowest = smallest_deviation(centre, context.moved, centred=centred)
+        if lowest > 0:
+            bound = min(bound, gain / math.sqrt(lowest * lowest + eps) * (1 + 1e-9))
+            form = f"max|gamma| / sqrt(s^2 + eps), s >= {lowest:.3g} around the inputs (B19)"
+        else:
+            form += ": a token may become constant within the radius"
     # |x_hat| <= sqrt(D) for all inputs, so outputs lie in a ball.
     steepest = gain / math.sqrt(eps) if eps else math.inf
     radius = min(gain * math.sqrt(width), times(steepest, context.radius)) + shift
-    form = "max|gamma| / sqrt(eps)"
     return LayerBound(bound, form, out_radius=radius * (1 + 1e-6), fresh=True)
 
 
