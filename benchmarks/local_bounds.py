@@ -2,7 +2,7 @@
 
 For runs of `wellposed train text_classification` with attention dot_product and norms post, pre or
 none. The local radius is the largest r for which no move of every token by up to r changes the
-class, proved token by token as in docs/theory/composition.md, B19 (float64). The global one is that of
+class, proved token by token as in docs/theory/composition.md, B22 (float64). The global one is that of
 `wellposed.certify` on the smallest ball around the vocabulary. An attack at the local radius must
 break no input. Run: OMP_NUM_THREADS=1 python benchmarks/local_bounds.py RUN [RUN ...] --data FOLDER
 [--examples 50]

@@ -114,7 +114,7 @@ class Certificate:
     reach: float = math.inf
     """How far a token may be from its place in ``around=``."""
     outputs: Tensor | None = field(default=None, repr=False, compare=False)
-    """What the module answers to the inputs of ``around=``."""
+    """Outputs of the module for the inputs of ``around=``."""
     module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     """The certified module while it is alive; None in copies of the certificate."""
 

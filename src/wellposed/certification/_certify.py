@@ -84,7 +84,7 @@ def certify(
         min_tokens: Fewest real tokens; sharpens mean pooling in norms 2 and sum.
         cross_check: Test the bounds by a few forward passes of a few tokens in the module's dtype.
         around: Inputs (batch, tokens, width) of one length, without padding. The bound is then of
-            inputs each of whose tokens is within ``radius`` of that of one of them (note B19): norm
+            inputs each of whose tokens is within ``radius`` of that of one of them (note B22): norm
             tok only. It is finite with LayerNorm if no token may become constant.
 
     Raises:

@@ -38,7 +38,7 @@ def local_radius(
 
     Status: certified, as `certify` with ``around=``: r is the largest one found at which the bound
     on the balls of radius r proves that the answer stays. Rounding of the forward pass is not
-    covered. Source: theory note B19.
+    covered. Source: theory note B22.
 
     Args:
         module: A classifier of sequences; call ``module.eval()``.

@@ -1,4 +1,4 @@
-"""Norms of several linear maps that are added: the heads of an attention layer (theory note B18).
+"""Norms of several linear maps that are added: the heads of an attention layer (theory note B21).
 
 Each norm is certified. Scales and multipliers are guessed, since any positive one is valid.
 """
@@ -23,7 +23,7 @@ _RATIOS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 class HeadMaps:
     """Linear maps ``M_h`` (H, r, E) in row convention, and certified norms of their sums.
 
-    Status: certified, rounding included. Source: theory note B18.
+    Status: certified, rounding included. Source: theory note B21.
 
     Args:
         maps: ``M_h``, one for each head.
@@ -132,7 +132,7 @@ def shared_points_norm(left: HeadMaps, right: HeadMaps) -> Tensor:
     """Bound ``|A_h^T S B_h|`` over covariances S of points of the unit ball, for each head (H,).
 
     Status: certified: ``min_t |[sqrt(t) A, B / sqrt(t)]|^2 / 2``, at most ``|A| |B|``, and half of it
-    if A and B read orthogonal directions (theory note B18).
+    if A and B read orthogonal directions (theory note B21).
 
     Args:
         left: A (H, D, m).

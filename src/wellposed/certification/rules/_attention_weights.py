@@ -104,7 +104,7 @@ class AttentionWeights:
     @cached_property
     def query_term(self) -> Tensor:
         """Bound ``|sum_h (V_h W_O,h)^T S_h W_K,h W_Q,h^T|`` over covariances S_h of points of the unit
-        ball: what a move of one query does, 0-dim (B18)."""
+        ball: what a move of one query does, 0-dim (B21)."""
         apart = (self.paths.norms * self.logits.norms).sum() * (1 + 1e-12)
         forms = [apart]
         if len(self.query) > 1:
@@ -122,7 +122,7 @@ class AttentionWeights:
         return self.query.shape[1] <= TRY_ALL_BELOW
 
     def join(self, per_head: Tensor, form: str) -> Bound:
-        """Bound heads of constants ``per_head`` *per unit of* ``|V_h W_O,h|`` together (L6, B18)."""
+        """Bound heads of constants ``per_head`` *per unit of* ``|V_h W_O,h|`` together (L6, B21)."""
         joined = self.paths.joined(per_head, balance=self.is_small)
         return Bound(joined, f"{form}, value to output as one map")
 

@@ -134,7 +134,7 @@ def dot_product_ball_bound(
 ) -> Bound:
     """Bound dot-product self-attention on ``|x_i| <= radius`` in norm tok, 2 or sum.
 
-    Status: certified for any mask without empty rows. Source: theory notes B5, B14, B18; in norm 2 never
+    Status: certified for any mask without empty rows. Source: theory notes B5, B14, B21; in norm 2 never
     above the constant of Castin, Ablin, Peyre (2024).
 
     Args:
@@ -150,7 +150,7 @@ def dot_product_ball_bound(
     query, key = terms.query, terms.key
     if norm == "tok":
         averages = 1 + key if rotary else (1 + key.square()).sqrt() * (1 + 1e-12)
-        return _with_query_term(weights, averages, terms, "ball R, tok (B18)")
+        return _with_query_term(weights, averages, terms, "ball R, tok (B21)")
     masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in terms.spreads])
     if norm == "sum":
         per_head = (masses.square() * (1 + 2 * key) + query) * (1 + 1e-12)
@@ -162,7 +162,7 @@ def dot_product_ball_bound(
     if not rotary:
         both = masses * (1 + key.square()).sqrt() * (1 + 1e-12)
         averages = torch.minimum(averages, both)
-    per_head = _with_query_term(weights, averages, terms, "ball R, norm 2 (B18)")
+    per_head = _with_query_term(weights, averages, terms, "ball R, norm 2 (B21)")
     # The multi-head form of B5 in norm 2: every head sees the whole perturbation once.
     value = weights.value_norms
     query_all, key_all, value_all = (

@@ -1,4 +1,4 @@
-"""Bounds of attention on balls around recorded tokens, where its weights are known (note B19)."""
+"""Bounds of attention on balls around recorded tokens, where its weights are known (note B22)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dot_product_near(weights: AttentionWeights, centre: Centre, moved: float) ->
     """Bound dot-product attention in norm tok for tokens within ``moved`` of those of ``centre``.
 
     None if its mask is not known. The attention weights at the centre are known, and change at most
-    by a factor ``exp(2 Delta)`` in the ball (theory note B19).
+    by a factor ``exp(2 Delta)`` in the ball (theory note B22).
     """
     if centre.mask == "other":
         return None
@@ -99,7 +99,7 @@ class _Rows:
         by_head = terms(self.values, weights.value_norms).amax(-1)
         together = weights.outputs.joined(by_head, balance=weights.is_small)
         apart = terms(self.written, weights.paths.norms).sum(0).amax()
-        form = "around the inputs, tok (B19)"
+        form = "around the inputs, tok (B22)"
         return [Bound(together, f"{form}, heads joined"), Bound(apart, form)]
 
 
@@ -123,8 +123,8 @@ def _deviations(shares: Tensor, values: Tensor) -> Tensor:
 def cosine_near(
     cosine: CosineWeights, weights: AttentionWeights, centre: Centre, moved: float
 ) -> Bound:
-    """Bound cosine attention in norm tok on balls: queries, keys and values keep their lengths, so the
-    slope of ``n`` is ``1 / sqrt(l^2 + eps)`` with the shortest length l, not ``1 / sqrt(eps)``."""
+    """Bound cosine attention in norm tok on balls: the slope of ``n`` is ``1 / sqrt(l^2 + eps)`` with
+    the shortest length l of a query, key or value there, not ``1 / sqrt(eps)``."""
     slopes = []
     lengths = []
     parts = (cosine.query, cosine.key, cosine.value)
@@ -140,4 +140,4 @@ def cosine_near(
     of_query, of_key, of_value = lengths
     logits = cosine.tau * of_value * (query * of_key + key * of_query)
     per_head = cosine.scale * math.sqrt(cosine.eps) * (value + logits) * _SLACK
-    return Bound(cosine.outputs.joined(per_head), "around the inputs, tok (B19)")
+    return Bound(cosine.outputs.joined(per_head), "around the inputs, tok (B22)")

@@ -163,7 +163,7 @@ def slope_rule(
         low, high = (end.clamp(*ends) for end in near)
         steepest = float(torch.maximum(low.abs(), high.abs()).max())
         links = (Slopes(low, high),)
-        form = "largest slope around the inputs (B19)"
+        form = "largest slope around the inputs (B22)"
         return replace(bound, lipschitz=steepest, form=form, label="certified", links=links)
 
 
@@ -245,7 +245,7 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
         lowest = smallest_deviation(centre, context.moved, centred=centred)
         if lowest > 0:
             bound = min(bound, gain / math.sqrt(lowest * lowest + eps) * (1 + 1e-9))
-            form = f"max|gamma| / sqrt(s^2 + eps), s >= {lowest:.3g} around the inputs (B19)"
+            form = f"max|gamma| / sqrt(s^2 + eps), s >= {lowest:.3g} around the inputs (B22)"
         else:
             form += ": a token may become constant within the radius"
     # |x_hat| <= sqrt(D) for all inputs, so outputs lie in a ball.
