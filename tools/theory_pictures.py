@@ -127,10 +127,10 @@ def pictures() -> dict[str, Panels]:
 
     def ball(t: float, norm: Norm) -> Curve:
         layer = wp.nn.BallAttention(2, 1, temperature=t, unit_lipschitz=False)
-        return measured(f"B12, t = {t:g}", with_identity_weights(layer), 2, norm)
+        return measured(f"B21, t = {t:g}", with_identity_weights(layer), 2, norm)
 
     def bounded(radius: float, norm: Norm) -> Curve:
-        return measured(f"B5, R = {radius:g}", dot, 2, norm, radius=radius)
+        return measured(f"B21, R = {radius:g}", dot, 2, norm, radius=radius)
 
     def in_both_norms(title: str, curve: Callable[[float, Norm], Curve], *at: float) -> Panels:
         return {
