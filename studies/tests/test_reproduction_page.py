@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools.quoted_rows import QUOTE, with_rows
 
 from wellposed.errors import ConfigError, DataError
 from wellposed_lab.charts import Panel
@@ -247,6 +248,17 @@ def test_the_committed_page_is_that_of_the_committed_results_and_all_pages_count
         assert f"**{counted}**" in page
         assert f"| {counted.replace(': ', ' | ')} |" in (ROOT / "README.md").read_text()
         assert counted in (ROOT / "docs" / "index.md").read_text()
+
+
+def test_pages_quote_the_rows_as_they_are():
+    """`python -m tools.quoted_rows` writes them."""
+    texts = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
+    quoting = [text for text in texts if QUOTE.search(text)]
+    assert len(quoting) == 1
+    for text in quoting:
+        assert text == with_rows(text)
+        (first, *_) = QUOTE.finditer(text)
+        assert with_rows(text.replace(first[0], first[0].replace("1", "7"))) == text
 
 
 def test_committed_results_name_the_data_that_their_recipes_read():
