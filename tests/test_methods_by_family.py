@@ -3,12 +3,14 @@
 Each cell trains three steps, looks at the method's own claim, and saves and loads its weights.
 """
 
+import math
+
 import pytest
 import torch
 import transformers as hf
 
 import wellposed as wp
-from wellposed.constrain import MuonAndAdamW
+from wellposed.constrain import MuonAndAdamW, decay_groups, sigma_reparam_
 from wellposed.initialize import mimetic_
 from wellposed.optim import Scion
 
@@ -87,7 +89,41 @@ def mimetic(model):
     return adamw(model), check
 
 
-METHODS = {"mimetic": mimetic, "scion": scion, "muon on the manifold": muon_on_the_manifold}
+def kept_in(to, worst):
+    def attach(model):
+        optimizer = adamw(model)
+        handle = wp.constrain_(model, optimizer, where="layers", to=to)
+
+        def check(count):
+            assert len(handle.report.rows) == count
+            assert handle.error().worst <= worst
+
+        return optimizer, check
+
+    return attach
+
+
+def sigma_reparam(model):
+    handle = sigma_reparam_(model)
+
+    def check(count):
+        norms = handle.norms().values()
+        assert len(norms) == count
+        assert all(0.9 * gain <= norm <= 2.0 * gain for norm, gain in norms)
+
+    return torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3), check
+
+
+METHODS = {
+    "mimetic": mimetic,
+    "scion": scion,
+    "muon on the manifold": muon_on_the_manifold,
+    "sigma_reparam": sigma_reparam,
+    "spectral_soft": kept_in("spectral_soft", 1e-5),
+    "spectral_sphere": kept_in("spectral_sphere", 1e-5),
+    "spectral_hammer": kept_in("spectral_hammer", math.inf),  # empirical
+    "rows": kept_in("rows", 1e-5),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

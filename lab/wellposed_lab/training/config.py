@@ -90,9 +90,13 @@ class ConstrainOptions(options.CheckedOptions):
     embeddings: Literal["refuse", "fit"] = "refuse"
     """fit: constrain embeddings at their present size, tall ones by their columns; refuse: raise an
     error for tall ones."""
-    to: Literal["orthogonal", "spectral", "columns", "logits"] = "orthogonal"
-    """The set: orthogonal matrices, spectral norm at most bound, columns of length bound, or
-    queries and keys whose largest attention logit is at most bound."""
+    to: Literal[
+        "orthogonal", "spectral", "spectral_soft", "spectral_hammer", "spectral_sphere", "columns",
+        "rows", "logits",
+    ] = "orthogonal"  # fmt: skip
+    """The set: orthogonal matrices, spectral norm at most bound (soft: by a polynomial, hammer: of the
+    largest singular value alone, sphere: exactly), columns or rows of length bound, or queries and
+    keys whose largest attention logit is at most bound."""
     bound: Positive | str | None = None
     """Bound of spectral and columns (default 1) or logits (default 100); for spectral also rms:X,
     which is X sqrt(fan_out / fan_in)."""

@@ -17,6 +17,8 @@ from wellposed.constrain._set import SETS as SETS
 from wellposed.constrain._set import MatrixSet as MatrixSet
 from wellposed.constrain._set import NearestMatrices as NearestMatrices
 from wellposed.constrain._set import ZeroColumns as ZeroColumns
+from wellposed.constrain._sigma_reparam import SigmaReparametrized as SigmaReparametrized
+from wellposed.constrain._sigma_reparam import sigma_reparam_ as sigma_reparam_
 from wellposed.constrain._start import ConstrainedWeight as ConstrainedWeight
 from wellposed.removed_names import removed_names
 

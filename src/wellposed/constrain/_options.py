@@ -9,7 +9,13 @@ from typing import Literal, TypeAlias
 from wellposed.errors import ConfigError
 from wellposed.options import Positive, fits
 
-Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"] | str
+Set: TypeAlias = (
+    Literal[
+        "orthogonal", "spectral", "spectral_soft", "spectral_hammer", "spectral_sphere", "columns",
+        "rows", "logits",
+    ]
+    | str
+)  # fmt: skip
 """One of these, or a name registered in `SETS`."""
 LOGITS = "logits"
 """The value of ``to=`` that is no set of matrices: it scales heads by the logits of passes."""

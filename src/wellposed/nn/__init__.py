@@ -43,6 +43,7 @@ from wellposed.nn._residual import BudgetResidual as BudgetResidual
 from wellposed.nn._residual import ConvexResidual as ConvexResidual
 from wellposed.nn._residual import PlainResidual as PlainResidual
 from wellposed.nn._residual import ReZeroResidual as ReZeroResidual
+from wellposed.nn._sigma import SigmaReparam as SigmaReparam
 from wellposed.nn.attention import AttentionMask as AttentionMask
 from wellposed.nn.attention import BallAttention as BallAttention
 from wellposed.nn.attention import BallCrossAttention as BallCrossAttention

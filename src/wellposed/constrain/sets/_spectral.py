@@ -10,24 +10,22 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from wellposed.constrain._matrix import ConstrainedMatrix
-from wellposed.constrain._options import SetOptions
-from wellposed.constrain._select import LAYERS, WeightSlice
-from wellposed.constrain._set import SETS, MatrixSet, NearestMatrices
+from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._set import SETS, NearestMatrices
 from wellposed.constrain.sets._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
+from wellposed.constrain.sets._spectral_size import SpectralSize, excess
 from wellposed.linalg import (
     Retraction,
     SpectralCap,
     Workspace,
     can_deflate,
     cap_spectral_norms_,
-    certified_spectral_norm,
     deflate_,
     is_sharded,
     read,
     start_vectors,
     write_,
 )
-from wellposed.options import rms_radius
 
 # Steps without a try at deflation after tries that failed, at most.
 _LONGEST_WAIT = 32
@@ -57,34 +55,12 @@ class SpectralMemory:
 
 @SETS.register("spectral")
 @dataclass(frozen=True)
-class Spectral(MatrixSet):
+class Spectral(SpectralSize):
     """``|W|_2 <= size``, proved after each step."""
 
     decays = True
     is_oriented = False
     stacked = 2**16
-    default_where = LAYERS
-
-    @classmethod
-    def check_bound(cls, bound: float | str | None) -> None:
-        """Allow also ``"rms:X"``."""
-        is_rms = isinstance(bound, str) and rms_radius(bound) is not None
-        super().check_bound(None if is_rms else bound)
-
-    @classmethod
-    def reads_orientation(cls, options: SetOptions) -> bool:
-        """A norm by root mean squares depends on which side is the output."""
-        return isinstance(options.bound, str)
-
-    @classmethod
-    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> Self:
-        """Scale a bound ``"rms:X"`` with the shape of the weight."""
-        if not isinstance(options.bound, str):
-            return super().chosen(weight_slice, options, is_table=is_table)
-        radius = rms_radius(options.bound)
-        assert radius is not None  # `check_bound` raised for it
-        rows, columns = weight_slice.shape
-        return cls.for_weight(radius * math.sqrt(rows / columns), weight_slice)
 
     @classmethod
     def for_weight(cls, size: float, weight_slice: WeightSlice) -> Self:
@@ -94,11 +70,7 @@ class Spectral(MatrixSet):
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max(0, |W|_2 / size - 1)`` with the certified norm."""
-        return max(0.0, float(certified_spectral_norm(matrix)) / self.size - 1.0)
-
-    def spectral_error(self, matrix: Tensor) -> float:
-        """Return `error`, which is by singular values."""
-        return self.error(matrix)
+        return excess(matrix, self.size)
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Cap the singular values."""
