@@ -14,6 +14,7 @@ from wellposed.errors import ConfigError
 from wellposed_lab.statistics import paired_comparison
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
+from wellposed_studies.frontier import methods as training_methods
 from wellposed_studies.frontier import rates as loss_by_rate
 from wellposed_studies.frontier import translation as small_translation
 from wellposed_studies.frontier import words as word_frontier
@@ -155,6 +156,13 @@ def against_rates(sensitivity, loss):
     shifted["best"][0] += 1e-4
     shifted["sensitivity"][0] += 1e-4
     return loss_by_rate.paired(shifted, plain)
+
+
+def against_baseline(change):
+    """The paired test of losses that are so much above those of a baseline."""
+    plain = [1.80, 1.81, 1.82]
+    losses = [loss + change + small for loss, small in zip(plain, (0.0, 1e-4, -1e-4), strict=True)]
+    return paired_comparison(losses, plain, higher_is_better=False)
 
 
 def factors(smallest):
@@ -330,6 +338,11 @@ VERDICTS = {
         ([against_rates(-0.3, 0.0)] * 2,),
         ([against_rates(-0.3, 0.0), against_rates(0.1, 0.1)],),
     ),
+    "frontier/methods": Fed(
+        training_methods.judge,
+        ([against_baseline(-0.1), against_baseline(0.0)],),
+        ([against_baseline(0.1), against_baseline(0.2)],),
+    ),
     "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
 }
 
@@ -428,7 +441,7 @@ def test_what_speaks_against_a_claim_wins_over_what_speaks_for_it():
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert set(RECIPES) == {*VERDICTS, UNDECIDABLE}
-    assert len(RECIPES.names()) == 61
+    assert len(RECIPES.names()) == 62
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert recipe.says

@@ -61,7 +61,7 @@ REFUSED = [
     (
         Mixed,
         {"to": "x"},
-        r"unknown set 'x'; expected one of columns, orthogonal, spectral.*, logits",
+        r"unknown set 'x'; expected one of columns, spectral_hammer, orthogonal, rows,",
     ),
     *(
         (Mixed, {"to": "spectral", "bound": bound}, f"bound = {bound!r}, ")

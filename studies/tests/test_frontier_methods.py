@@ -1,0 +1,150 @@
+"""``reproduce frontier/methods``: its search, schedule and verdict by hand, one run of each method, and a
+study of seconds that resumes."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from wellposed.errors import ConvergenceError
+from wellposed_lab.statistics import paired_comparison
+from wellposed_studies.frontier import method_runs
+from wellposed_studies.frontier import methods as study
+from wellposed_studies.frontier.method_runs import Text, Training, rate_at, read_text, result_of
+from wellposed_studies.frontier.training_methods import METHODS
+from wellposed_studies.recipe import Request
+from wellposed_studies.reproduce import reproduce
+
+TINY = Training("ours", "AdamW", 1e-2, 0, steps=4, layers=1, width=16, heads=2, block=8, batch=4, warmup=1,
+                decay=0.1)  # fmt: skip
+STREAM = torch.arange(400) % 7
+TEXT = Text(STREAM[:360], STREAM[360:], 7)
+
+
+def test_the_rate_is_searched_by_half_decades_and_beyond_the_ends():
+    tried = []
+
+    def loss(rate):
+        tried.append(rate)
+        return abs(math.log10(rate) + 1)  # best at 0.1
+
+    found = study.searched([3e-4, 1e-3, 3e-3, 1e-2], loss)
+    assert tried == [3e-4, 1e-3, 3e-3, 1e-2, 0.03, 0.09]
+    assert [*found] == sorted(tried)
+    assert [*study.searched([1e-3], lambda rate: 0.0)] == [1e-3]
+
+
+def test_the_schedule_warms_up_and_ends_at_a_tenth():
+    training = replace(TINY, steps=100, warmup=9)
+    assert rate_at(0, training) == pytest.approx(0.1)
+    assert rate_at(9, training) == 1.0
+    assert rate_at(100, training) == pytest.approx(0.1)
+    assert rate_at(0, replace(training, warmup=0)) == 1.0
+
+
+def test_methods_read_the_same_batches_and_the_loss_is_by_hand():
+    first, again = (list(method_runs._batches(TEXT.train, TINY)) for _ in range(2))
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    model = method_runs.build(TINY, 7)
+    model.eval()
+    batch = first[0]
+    logits = model(input_ids=batch[:, :-1]).logits.detach().double()
+    rows = logits.log_softmax(-1)
+    expected = -sum(rows[i, j, batch[i, j + 1]] for i in range(4) for j in range(8)) / 32
+    loss = method_runs._loss(model, batch).item()
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def tried(method, losses, by_rate=None):
+    runs = [{"valid": loss} for loss in losses]
+    return study.Tried("ours", method, 1e-3, by_rate or {1e-3: losses[0]}, runs, 2.0, 2.0)
+
+
+def test_the_verdict_needs_a_gain_over_the_better_baseline_after_holm():
+    muon = tried("Muon", [1.80, 1.81, 1.82])
+    same = tried("spectral cap", [1.80, 1.812, 1.819])
+    better = tried("Scion", [1.70, 1.71, 1.7201])
+    diverged = tried("hammer", [math.inf, 1.7, 1.7])
+    tests = study.compared([same, better, diverged], muon)
+    assert len(tests) == 2
+    assert study.judge(tests) is True
+    assert study.judge(study.compared([same, tried("x", [1.8, 1.81, 1.8201])], muon)) == "smaller"
+    one = study.compared([better], muon)[0]
+    assert one.p_value == paired_comparison([1.7, 1.71, 1.7201], [1.8, 1.81, 1.82]).p_value
+
+
+def test_good_rates_are_counted_and_the_study_stops_without_the_level():
+    item = tried("AdamW", [1.9], {1e-4: 2.3, 1e-3: 1.9, 3e-3: 1.94, 1e-2: math.inf})
+    assert item.good_rates == 2
+    request = Request("mini", out=None)
+    study._check_level(request, item)
+    with pytest.raises(ConvergenceError, match=r"2\.000 nats on valid, expected 1\.88"):
+        study._check_level(request, tried("AdamW", [2.0]))
+    study._check_level(replace(request, scale="toy"), tried("AdamW", [9.0]))
+
+
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
+def test_every_method_trains_and_is_measured(name, kind, tmp_path):
+    method = METHODS[name]
+    if kind == "llama" and method.model:
+        pytest.skip("a method of our models")
+    result = result_of(replace(TINY, method=name, model=kind), TEXT, tmp_path)
+    assert result["failed"] == ""
+    assert result["valid"] < 3.0
+    assert result["sigma_max"] > 0
+    assert result["logit_max"] is not None
+    assert (result["certified"] is None) == (kind == "llama" or result["certified"] is None)
+
+
+def test_a_run_is_kept_and_read_again(tmp_path, monkeypatch):
+    result = result_of(TINY, TEXT, tmp_path)
+    record = json.loads((tmp_path / TINY.file).read_text("utf-8"))
+    assert record["training"]["method"] == "AdamW"
+    assert record["result"] == result
+    monkeypatch.setattr(method_runs, "_run", lambda *_: pytest.fail("it trained again"))
+    assert result_of(TINY, TEXT, tmp_path) == result
+    assert replace(TINY, seed=1).file != TINY.file
+
+
+def test_a_diverging_run_says_at_which_step(tmp_path):
+    result = result_of(replace(TINY, rate=1e30, steps=8), TEXT, tmp_path)
+    assert result["valid"] == math.inf
+    assert "at step" in result["failed"]
+
+
+def test_models_that_learned_nothing_earn_no_verdict():
+    even = math.log(7)
+    assert TEXT.constant_loss == pytest.approx(even, rel=1e-2)
+    blind = tried("AdamW", [even + 0.1] * 3)
+    (reason,) = study.unfit([blind, tried("Muon", [1.0] * 3), tried("x", [9.0] * 3)], TEXT)
+    assert "not judged: AdamW not better than a constant" in reason
+    assert study.unfit([tried("AdamW", [1.0] * 3)], TEXT) == ()
+
+
+def test_a_text_is_cut_at_nine_tenths(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("abcdefghij" * 300, "utf-8")
+    text = read_text(str(path), None)
+    assert text.vocabulary == 12  # padding and unknown characters have numbers, too
+    assert len(text.train) == 9 * len(text.valid)
+
+
+@pytest.mark.slow
+def test_a_study_of_seconds_resumes(tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question. " * 100, "utf-8")
+    request = Request("toy", tmp_path / "out", data=str(path))
+    first = study.methods(request)
+    assert first.holds is None
+    assert {row["model"] for row in first.rows} == {"ours", "llama"}
+    assert [row["method"] for row in first.rows if row["model"] == "llama"] == [
+        "AdamW", "Muon", "Scion", "soft cap"]  # fmt: skip
+    monkeypatch.setattr(method_runs, "_run", lambda *_: pytest.fail("it trained again"))
+    assert study.methods(request).rows == first.rows
+    monkeypatch.undo()
+    made = reproduce("frontier/methods", scale="toy", out=tmp_path / "made", data=str(path))
+    assert made is not None
