@@ -98,7 +98,7 @@ def result_of(training: Training, text: Text, folder: Path) -> dict[str, Any]:
 
 def build(training: Training, vocabulary: int) -> nn.Module:
     """Return the model of a run, with random weights."""
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": training.width,
         "num_hidden_layers": training.layers,
         "num_attention_heads": training.heads,
@@ -115,9 +115,13 @@ def build(training: Training, vocabulary: int) -> nn.Module:
         )
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
-    options = {"norm": "pre", "dropout": training.dropout, **METHODS[training.method].model}
-    inner = {"intermediate_size": 4 * training.width, "is_causal": True}
-    return WellposedForCausalLM(WellposedConfig(**shape, **inner, **options))
+    options: dict[str, Any] = {
+        "norm": "pre",
+        "dropout": training.dropout,
+        **METHODS[training.method].model,
+    }
+    own: dict[str, Any] = {"intermediate_size": 4 * training.width, "is_causal": True}
+    return WellposedForCausalLM(WellposedConfig(**shape, **own, **options))
 
 
 def rate_at(step: int, training: Training) -> float:

@@ -125,7 +125,7 @@ def orthogonality_penalty(model: nn.Module, rate: float, decay: float) -> Attach
     return attached
 
 
-RMS = {"bound": f"rms:{RADIUS:g}"}
+RMS: Mapping[str, Any] = {"bound": f"rms:{RADIUS:g}"}
 BASELINES = ("AdamW", "Muon")
 """Every other method is compared with the better of these."""
 METHODS: Mapping[str, Method] = {
