@@ -30,9 +30,9 @@ def test_the_rate_is_searched_by_half_decades_and_beyond_the_ends():
         tried.append(rate)
         return abs(math.log10(rate) + 1)  # best at 0.1
 
-    found = study.searched([3e-4, 1e-3, 3e-3, 1e-2], loss)
+    losses = study.searched([3e-4, 1e-3, 3e-3, 1e-2], loss)
     assert tried == [3e-4, 1e-3, 3e-3, 1e-2, 0.03, 0.09]
-    assert [*found] == sorted(tried)
+    assert [*losses] == sorted(tried)
     assert [*study.searched([1e-3], lambda rate: 0.0)] == [1e-3]
 
 

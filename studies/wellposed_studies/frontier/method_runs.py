@@ -120,8 +120,8 @@ def build(training: Training, vocabulary: int) -> nn.Module:
         "dropout": training.dropout,
         **METHODS[training.method].model,
     }
-    own: dict[str, Any] = {"intermediate_size": 4 * training.width, "is_causal": True}
-    return WellposedForCausalLM(WellposedConfig(**shape, **own, **options))
+    sides: dict[str, Any] = {"intermediate_size": 4 * training.width, "is_causal": True}
+    return WellposedForCausalLM(WellposedConfig(**shape, **sides, **options))
 
 
 def rate_at(step: int, training: Training) -> float:
