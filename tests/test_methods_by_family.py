@@ -127,6 +127,25 @@ METHODS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_jasmin_attaches_and_is_lowered(family):
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    penalty = wp.OrthogonalityPenalty(model, affinity=1.0, form={"affinity": "jasmin"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    ids = torch.randint(3, VOCABULARY, (4, 12))
+    values = []
+    for _ in range(5):
+        output = model(input_ids=ids).logits
+        optimizer.zero_grad()
+        value = penalty()
+        assert len(penalty.terms()) == 2
+        (value + 0 * output.sum()).backward()
+        optimizer.step()
+        values.append(value.item())
+    assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_attaches_trains_and_saves(method, family):
     torch.manual_seed(0)

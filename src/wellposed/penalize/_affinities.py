@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from wellposed import hooks
 from wellposed.errors import ConfigError, listed
-from wellposed.functional import affinity_penalty_from_logits
 from wellposed.interrupts import all_or_nothing, run_all
 from wellposed.linalg import in_stacks
+from wellposed.penalize._affinity_form import AffinityForm
 from wellposed.penalize._terms import Part
 from wellposed.roles import AttentionRole, distinct_paths
 
@@ -156,11 +156,11 @@ class AffinityCapture:
 def affinity_parts(
     calls: Sequence[tuple[AttentionRole, hooks.AttentionCall]],
     strength: float,
-    estimate: Callable[..., Tensor],
+    form: AffinityForm,
 ) -> Iterator[Part]:
     """Yield ``strength`` times |A^T A - I|_F^2: sum over heads, mean over the batch. Raise if
     affinities carry no gradient, or if tensor parallelism leaves a rank some heads alone."""
-    read = [_Read.of(call, estimate) for _, call in calls]
+    read = [_Read.of(call, form) for _, call in calls]
     heads = [(role, r.joined[0].shape[-3]) for (role, _), r in zip(calls, read, strict=True)]
     cut = [f"{role.path}: {n} of {role.num_heads}" for role, n in heads if n < role.num_heads]
     if cut:
@@ -192,17 +192,17 @@ class _Read:
     penalty: Callable[..., Tensor]
 
     @classmethod
-    def of(cls, call: hooks.AttentionCall, estimate: Callable[..., Tensor]) -> _Read:
+    def of(cls, call: hooks.AttentionCall, form: AffinityForm) -> _Read:
         if isinstance(call, hooks.SoftmaxCall):
             # The logits are in memory already, so probes would save nothing.
-            return cls((call.scores,), None, (), affinity_penalty_from_logits)
+            return cls((call.scores,), None, (), form.of_logits)
         if isinstance(call, hooks.ScaledDotProductCall):
-            rule = partial(estimate, is_causal=call.is_causal, scale=call.scale)
+            rule = partial(form.of_vectors, is_causal=call.is_causal, scale=call.scale)
             return cls((call.query, call.key), call.attn_mask, (call.is_causal, call.scale), rule)
         assert isinstance(call, hooks.MultiheadCall)
         query, key, mask, padding = call.projected()
         shared = (_identity(call.named.get("key_padding_mask")),)
-        return cls((query, key), mask, shared, partial(estimate, key_padding_mask=padding))
+        return cls((query, key), mask, shared, partial(form.of_vectors, key_padding_mask=padding))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from wellposed.errors import ConfigError, unknown_name
+from wellposed.penalize._affinity_form import AFFINITY
 from wellposed.penalize._roles import PENALISED_ROLES
 from wellposed.registry import Registry
 
@@ -23,7 +24,8 @@ def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> d
     """Return the form of each strength: as asked for, or that of its paper."""
     if not isinstance(form, (str, Mapping)):
         raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
-    asked = dict.fromkeys(strengths, form) if isinstance(form, str) else form
+    asked = dict.fromkeys(strengths, form) if isinstance(form, str) else {**form}
+    asked.pop(AFFINITY, None)  # see `affinity_form`
     for strength, name in asked.items():
         if name not in (known := (*_OURS, *FORMS)):
             raise unknown_name("form", str(name), known)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from wellposed import hooks
 from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, unknown_name
-from wellposed.functional import affinity_penalty
 from wellposed.interrupts import all_or_nothing, run_all
 from wellposed.options import Size
 from wellposed.penalize._affinities import AffinityCapture, affinity_parts
+from wellposed.penalize._affinity_form import affinity_form
 from wellposed.penalize._forms import Form, chosen_forms
 from wellposed.penalize._logged import TermsLog
 from wellposed.penalize._plan import planned
@@ -75,8 +75,8 @@ class OrthogonalityPenalty:
         embedding: as `affinity`.
         form: of ``| |``: ``"gram_squared"`` (squared Frobenius norm), ``"gram"`` (the norm),
             ``"qr"`` (``|Q - A|_F``) or that of the strength's ``"paper"`` (squares for attention
-            and feedforward, norms for the rest); or a mapping from strength name to form. A
-            strength fits its own form only (docs/howto/penalize.md).
+            and feedforward, norms for the rest); or a mapping from strength name to form. Of
+            ``"affinity"`` also ``"jasmin"``, `softmax_norm_penalty`. Strengths fit their own form only.
         attention_mode: ``"joint"`` or ``"separate"``.
         estimator: ``"exact"``, or ``"probes"`` in O(N) memory.
         num_probes: number of random probes.
@@ -167,9 +167,8 @@ class OrthogonalityPenalty:
             gram_dtype=gram_dtype,
         )
         self._warned = False
-        self._estimate = partial(
-            affinity_penalty, estimator=estimator, num_probes=num_probes, generator=generator
-        )
+        probes = {"num_probes": num_probes, "generator": generator}
+        self._affinity_form = affinity_form(form, estimator=estimator, **probes)
         self.roles: Roles
         self._given: list[Term]
         self._live: LiveParts
@@ -212,7 +211,7 @@ class OrthogonalityPenalty:
         if self._capture is not None:
             calls = self._capture.take()
             strength = strengths[AFFINITY]
-            parts += affinity_parts(calls, strength, self._estimate)
+            parts += affinity_parts(calls, strength, self._affinity_form)
         self._parts = [(names, part.detach()) for names, part in parts]
         self._note_terms()
         device = parts[0][1].device  # layers may lie on several

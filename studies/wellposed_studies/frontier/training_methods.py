@@ -18,6 +18,8 @@ SCION_RADIUS = 10.0
 """Of Scion's hidden matrices; its head has `SCION_HEAD`."""
 SCION_HEAD = 300.0
 STRENGTH = 1e-4
+"""Of the orthogonality penalty."""
+JASMIN = 1e-2
 
 
 @dataclass
@@ -125,6 +127,16 @@ def orthogonality_penalty(model: nn.Module, rate: float, decay: float) -> Attach
     return attached
 
 
+def jasmin(model: nn.Module, rate: float, decay: float) -> Attached:
+    """A penalty on the norm of the softmax Jacobian."""
+    from wellposed.penalize import OrthogonalityPenalty
+
+    attached = adamw(model, rate, decay)
+    form = {"affinity": "jasmin"}
+    attached.penalty = OrthogonalityPenalty(model, affinity=JASMIN, form=form)
+    return attached
+
+
 RMS: Mapping[str, Any] = {"bound": f"rms:{RADIUS:g}"}
 BASELINES = ("AdamW", "Muon")
 """Every other method is compared with the better of these."""
@@ -141,6 +153,7 @@ METHODS: Mapping[str, Method] = {
     "QK-clip": Method(constrained("logits", bound=30.0)),
     "sigmaReparam": Method(sigma_reparam),
     "orthogonality penalty": Method(orthogonality_penalty),
+    "JaSMin": Method(jasmin),
     "mimetic": Method(mimetic),
     "qk-norm": Method(adamw, {"qk_norm": True}, merges=False),
     "DyT": Method(adamw, {"norm": "dyt"}, merges=False),
