@@ -31,8 +31,8 @@ def mimetic_(
     """Draw self-attention with ``W_q^T W_k ~ a Z + b I`` for each head, and ``W_o W_v ~ a Z - b I``.
 
     Z has entries N(0, 1/d), and weights are the halves of a singular value decomposition of the right
-    side: ``W_q = S^(1/2) U^T``, ``W_k = S^(1/2) V^T`` with the k largest singular values, k the width
-    of a head. So tokens begin by attending to tokens like them.
+    side: ``W_q = S^(1/2) U^T``, ``W_k = S^(1/2) V^T``. They have the k largest singular values, k the
+    width of a head. So tokens begin by attending to tokens like them.
 
     Status: exact in distribution; the products are the nearest of their rank (Eckart and Young). That
     it helps training is empirical, mostly for small data.

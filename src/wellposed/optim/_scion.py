@@ -38,8 +38,8 @@ class _Matrix(NamedTuple):
 class Scion(Optimizer):
     """Step ``W <- (1 - lr) W - lr r Z``, ``Z`` the point of the unit ball farthest along the momentum.
 
-    Status: the step keeps every weight in its ball of radius r, up to rounding of the stored dtype
-    (measured: 1e-5 in float32), if it begins inside and ``0 <= lr <= 1``: it is a convex combination.
+    Status: the step is a convex combination, so a weight that begins in its ball of radius r stays there
+    if ``0 <= lr <= 1``. That is up to rounding of the stored dtype (measured: 1e-5 in float32).
     Weights that begin outside come nearer by the factor ``1 - lr`` a step, or at once by
     `shrink_into_balls_`. That a ball helps training is empirical.
     Source: Pethick et al. 2025 (arXiv 2502.07529), the constrained algorithm. Their five Newton-Schulz

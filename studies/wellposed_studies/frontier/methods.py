@@ -72,8 +72,8 @@ def sizes_of(request: Request) -> Sizes:
 def methods(request: Request) -> Reproduction:
     """Ways to train with constrained weights, at equal steps and each at its own best rate.
 
-    Claim: a claim of ours, written before the runs: some way to keep weights in a set, in a norm ball or
-        well conditioned ends at a lower loss than AdamW and Muon at their best rates.
+    Claim: a claim of ours, written before the runs: some method of this table ends at a lower loss than
+        AdamW and Muon at their best rates.
     Test: paired t-tests over seeds of each method against the better of AdamW and Muon, on our model,
         Holm-corrected over methods, at 5 %: the loss on valid is lower, by {LEAST:g} nats or more.
     Note: nanoGPT's small setting on a CPU: characters of tinyshakespeare, 4 layers of width 128, 4

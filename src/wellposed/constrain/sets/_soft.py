@@ -33,8 +33,8 @@ def bent(x: float, strength: float) -> float:
 def strengths() -> tuple[float, ...]:
     """Return the smallest strength that bends [0, b] below 1, for b = 1 to `_MOST` in `_KNOTS` steps.
 
-    `bent` rises up to ``(3 a)^(-1/2)``, which is `_MOST` for the largest strength, so its largest value
-    is that at b, and falls with the strength.
+    `bent` rises up to ``(3 a)^(-1/2)``, which is `_MOST` for the largest strength. So its largest value
+    is that at b. It falls with the strength.
     """
     chosen: list[float] = []
     for knot in range(_KNOTS + 1):
