@@ -37,6 +37,39 @@ found = wp.find_roles(nn.ModuleDict({"layers": nn.ModuleList([block])}))
 roles = {"query", "key", "value", "output", "feedforward_in", "feedforward_out"}
 assert {weight.role for weight in found.weights()} == roles, str(found)
 """,
+    "A role": """
+layer.router = nn.Linear(8, 4)
+layer.mixer = nn.Linear(8, 4)
+found = wp.find_roles(layer)
+assert [w.view.parameter_name for w in found.weights() if w.role == "router"] == ["router.weight"]
+assert found.unnamed == ("mixer.weight (4, 8)",), found.unnamed
+assert "router" in wp.roles.ROLE_NAMES
+optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+mixer = layer.mixer.weight.detach().clone()
+handle = wp.constrain_(layer, optimizer, where="router", to="spectral")
+for _ in range(3):
+    layer.router(layer(torch.randn(2, 3, 8))).square().mean().backward()
+    optimizer.step()
+assert torch.linalg.matrix_norm(layer.router.weight, 2) < 1 + 1e-5
+assert torch.equal(layer.mixer.weight, mixer)
+assert {row["role"] for row in wp.measure(layer).rows} >= {"router", "query"}
+for name, message in {"query": "has a meaning already", "router": "is registered twice"}.items():
+    try:
+        wp.roles.ROLES.register(name)(lambda located: None)
+    except wp.ConfigError as error:
+        assert message in str(error), error
+    else:
+        raise SystemExit(f"{name} is registered twice")
+wp.roles.ROLES.register("doubled")(
+    lambda located: wp.roles.view_of(located.path, located.module) if located.path == "linear1" else None
+)
+try:
+    wp.find_roles(layer)
+except wp.ConfigError as error:
+    assert "it plays 'feedforward_in'" in str(error), error
+else:
+    raise SystemExit("a weight has two roles")
+""",
     "A penalty": """
 penalty = wp.OrthogonalityPenalty(layer, query=0.5, form="nuclear")
 left, values, right = torch.linalg.svd(layer.self_attn.in_proj_weight[:8].detach())
@@ -83,6 +116,23 @@ sizes = {"vocab_size": 9, "hidden_size": 64, "num_hidden_layers": 1, "num_attent
 drawn = [WellposedModel(WellposedConfig(init=name, **sizes)) for name in ("small", "xavier")]
 spread = [model.layers[0].attention.q_proj.weight.std().item() for model in drawn]
 assert abs(spread[0] - 0.02) < 0.002 < spread[1] - 0.1, spread
+""",
+    "A family for T-Fixup": """
+import sys
+if "electra" not in globals():
+    # The copy's own tests, not those that started this process.
+    sys.path.insert(0, ".")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    from tests.support.electra import electra
+    from tests.support.initialized import ALL, ENCODER_ONLY
+    assert ALL["electra"] is ENCODER_ONLY["electra"] is electra
+model = electra(3)
+report = wp.t_fixup_(model)
+assert abs(report.factors["encoder"] - 18**-0.25) < 1e-12, report.factors
+assert len(report.norms_removed) == 7
+drawn = {row.role: row.factor for row in report.rows if row.drawn}
+assert drawn["query"] == 1 and drawn["value"] == drawn["feedforward_in"] == report.factors["encoder"]
 """,
     "A rule of certificates": """
 total = wp.certify(nn.Sequential(layer.linear1, nn.CELU(0.5)), seq_len=4).total
@@ -199,20 +249,54 @@ HELD = (
 )
 """Tests that look at everything that is registered."""
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "-m", "not slow")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_recipes_together_keep_the_rules_of_the_house(tree):
-    for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
+def test_all_recipes_together_pass_the_checks_in_the_tree_as_it_is(tree):
+    """Those of `make check`; pyright reads the files that the recipes touch, pytest what tries them."""
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tree / name)
-    for name in ("tests", "lab/tests", "studies/tests", "tools", "docs", "findings"):
+    folders = "tests lab/tests studies/tests tools docs findings benchmarks examples"
+    for name in folders.split():
         shutil.copytree(ROOT / name, tree / name, dirs_exist_ok=True)
     for blocks in RECIPES.values():
         add(blocks, tree)
+    touched = {path for blocks in RECIPES.values() for path, _ in blocks if path.endswith(".py")}
+    sources = sorted(path for path in touched if not path.startswith("tests/"))
+
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths(tree), str(tree)])}
     options = {"cwd": tree, "env": environment, "text": True, "capture_output": True}
-    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "-m", "not slow", *HELD]
-    for words in (["tools/house.py"], ["-c", LINT], tests):
+    for words in (
+        ("-m", "ruff", "check", "--fix", "--select", "I", "--quiet", *touched),
+        ("-m", "ruff", "check", *touched),
+        ("-m", "ruff", "format", "--check", *touched),
+        ("-m", "pyright", "--pythonpath", sys.executable, *sources),
+        ("-c", LINT),
+        ("tools/house.py",),
+        ("tools/prose.py",),
+        (*PYTEST, *HELD),
+        (*PYTEST, "tests/initialize/test_t_fixup.py", "-k", "electra"),
+    ):
         done = subprocess.run([sys.executable, *words], check=False, **options)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, (words, done.stdout + done.stderr)
+
+
+def test_two_commands_start_a_contribution(tmp_path):
+    """The second makes the environment, installs everything into it, and runs the tests."""
+    start = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("```\n")[2]
+    commands = start.partition("```")[0].strip().splitlines()
+    assert commands[0].startswith("git clone ")
+    assert len(commands) == 2
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for part in ("lab", "studies"):
+        (tmp_path / part).mkdir()
+        shutil.copy(ROOT / part / "pyproject.toml", tmp_path / part)
+    words = [*commands[1].split(), "--dry-run"]
+    done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = ["-m venv .venv", "pip", "--editable '.[all,test,lint,docs]'", "-m pytest"]
+    assert [done.stdout.find(step) for step in steps] == sorted(map(done.stdout.find, steps))
+    assert all(step in done.stdout for step in steps)

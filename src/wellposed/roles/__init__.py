@@ -12,6 +12,7 @@ from wellposed.roles._as_called import is_called as is_called
 from wellposed.roles._as_called import layer_deviation as layer_deviation
 from wellposed.roles._families import FAMILIES as FAMILIES
 from wellposed.roles._families import Family as Family
+from wellposed.roles._families import LocatedModule as LocatedModule
 from wellposed.roles._families import attention_named as attention_named
 from wellposed.roles._families import feedforward_named as feedforward_named
 from wellposed.roles._find import find_roles as find_roles
@@ -21,9 +22,10 @@ from wellposed.roles._live import module_at as module_at
 from wellposed.roles._live import structure as structure
 from wellposed.roles._live import unwrapped as unwrapped
 from wellposed.roles._patterns import patterns_of as patterns_of
+from wellposed.roles._registered import ROLE_NAMES as ROLE_NAMES
+from wellposed.roles._registered import ROLES as ROLES
 from wellposed.roles._roles import ATTENTION as ATTENTION
 from wellposed.roles._roles import FEEDFORWARD as FEEDFORWARD
-from wellposed.roles._roles import ROLE_NAMES as ROLE_NAMES
 from wellposed.roles._roles import AttentionRole as AttentionRole
 from wellposed.roles._roles import EmbeddingRole as EmbeddingRole
 from wellposed.roles._roles import FeedForwardRole as FeedForwardRole
@@ -40,3 +42,4 @@ from wellposed.roles._views import shared_segments as shared_segments
 from wellposed.roles._views import sources_of as sources_of
 from wellposed.roles._views import spans_of as spans_of
 from wellposed.roles._views import split_path as split_path
+from wellposed.roles._views import view_of as view_of

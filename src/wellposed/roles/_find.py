@@ -33,6 +33,7 @@ from wellposed.roles._families import (
 from wellposed.roles._live import wrapped_by
 from wellposed.roles._notes import log_notes, unread_parts
 from wellposed.roles._patterns import Patterns, with_patterns
+from wellposed.roles._registered import registered_weights
 from wellposed.roles._roles import (
     AttentionRole,
     EmbeddingRole,
@@ -178,6 +179,7 @@ def _found(
         notes=(*roles.notes, *notes),
         by_pass=ran,
     )
+    roles = replace(roles, loose=(*roles.loose, *registered_weights(model, roles)))
     if patterns is not None:
         contradicted = (
             () if ran else [p for p, e in problems.items() if type(e) is not UnknownHeadsError]

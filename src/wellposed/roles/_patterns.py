@@ -21,10 +21,10 @@ from wellposed.roles._families import (
     LocatedModule,
     attention_role,
 )
+from wellposed.roles._registered import ROLE_NAMES
 from wellposed.roles._roles import (
     ATTENTION,
     FEEDFORWARD,
-    ROLE_NAMES,
     AttentionRole,
     EmbeddingRole,
     FeedForwardRole,

@@ -13,8 +13,7 @@ from wellposed.text_table import MISSING, aligned, format_number
 ATTENTION = ("query", "key", "value", "output")
 FEEDFORWARD = {"feedforward_in": "up", "feedforward_gate": "gate", "feedforward_out": "down"}
 """Role -> field of `FeedForwardRole`."""
-_TABLES = ("token_embedding", "position_embedding")
-ROLE_NAMES = (*ATTENTION, *FEEDFORWARD, "latent", "adapter", *_TABLES)
+EMBEDDINGS = ("token_embedding", "position_embedding")
 
 Stack = Literal["encoder", "decoder"]
 
