@@ -42,13 +42,13 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
         return call
     taken = inspect.signature(call).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    known = [name for name in taken if name != "self"]
+    parameters = [name for name in taken if name != "self"]
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         for keyword in kwargs:
-            if keyword not in known and not takes_all:
-                raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
+            if keyword not in parameters and not takes_all:
+                raise unknown_name(f"keyword of {_name(call, args)}", keyword, parameters)
         try:
             result = call(*args, **kwargs)
             # A dtype has no `dim`, a parametrisation may; `callable` breaks compiled graphs.
@@ -129,8 +129,8 @@ def checked_arguments(
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        known = {**get_type_hints(call, include_extras=True), **sharper}
-        return {name: hint for name, hint in known.items() if hint in kinds or is_plain(hint)}
+        hints = {**get_type_hints(call, include_extras=True), **sharper}
+        return {name: hint for name, hint in hints.items() if hint in kinds or is_plain(hint)}
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

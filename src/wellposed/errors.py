@@ -82,24 +82,24 @@ class CheckpointError(WellposedError, RuntimeError):
     """A checkpoint is incomplete, damaged, or belongs to another configuration."""
 
 
-def nearest_names(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+def nearest_names(name: str, names: Iterable[str], *, count: int = 3) -> list[str]:
     """Return at most ``count`` similar names, nearest first, none far less similar than that.
 
     >>> nearest_names("post_nl", ["post_ln", "pre_ln", "rezero", "oc1"])
     ['post_ln']
     """
-    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
+    close = difflib.get_close_matches(name, list(names), n=count, cutoff=0.0)
     likeness = [difflib.SequenceMatcher(None, n, name).ratio() for n in close]
     return [n for n, like in zip(close, likeness, strict=True) if like >= 0.7 * likeness[0]]
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown_name(kind: str, name: str, names: Iterable[str]) -> ConfigError:
     """Build the error for a name that is not registered; it lists at most three near ones."""
-    known = list(known)
+    names = list(names)
     name = name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
-    hint = f"expected one of {shortened(known)}" if known else f"no {kind} is registered"
-    if difflib.get_close_matches(name, known, cutoff=0.25):
-        hint = f"nearest: {', '.join(nearest_names(name, known))}"
+    hint = f"expected one of {shortened(names)}" if names else f"no {kind} is registered"
+    if difflib.get_close_matches(name, names, cutoff=0.25):
+        hint = f"nearest: {', '.join(nearest_names(name, names))}"
     return ConfigError(f"unknown {kind} {name!r}; {hint}")
 
 

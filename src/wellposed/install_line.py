@@ -41,12 +41,12 @@ def install_line(package: str, extra: str = "") -> str:
     clone = source.clone
     option = "-e " if source.editable else ""
     parts = ["wellposed-lab", package] if package == "wellposed-studies" else [package]
-    places = [_place(clone, part) + (wanted if part == package else "") for part in parts]
+    places = [_requirement(clone, part) + (wanted if part == package else "") for part in parts]
     line = f"pip install {' '.join(option + shlex.quote(path) for path in places)}"
     return line if clone else f"{line} (in a clone of wellposed)"
 
 
-def _place(clone: Path | None, package: str) -> str:
+def _requirement(clone: Path | None, package: str) -> str:
     """Return the folder of a package as pip takes it: with a dot, or absolute."""
     folder = PARTS[package]
     if clone is None or clone == Path.cwd():

@@ -171,7 +171,7 @@ class Meter(TorchDispatchMode):
         self.sent_bytes = 0.0
         self.collectives: Counter[str] = Counter()
         self._ranks = ranks
-        self._known: set[int] = set()
+        self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -200,10 +200,10 @@ class Meter(TorchDispatchMode):
 
     def _is_new(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        is_new = storage._cdata not in self._known
+        is_new = storage._cdata not in self._seen
         if is_new:
-            self._known.add(storage._cdata)
-            weakref.finalize(storage, self._known.discard, storage._cdata)
+            self._seen.add(storage._cdata)
+            weakref.finalize(storage, self._seen.discard, storage._cdata)
         return is_new
 
     def _allocate(self, size: int) -> None:

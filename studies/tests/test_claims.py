@@ -26,7 +26,7 @@ def plain(text):
 
 @pytest.mark.parametrize("name", QUOTED)
 def test_a_recipe_of_a_paper_quotes_it_with_the_place(name):
-    quotes = RECIPES.get(name).told("Quote")
+    quotes = RECIPES.get(name).notes_under("Quote")
     assert bool(quotes) is (name not in NOT_AT_HAND)
     for quote in quotes:
         assert re.fullmatch(r'".+" \((section|appendix|caption|Table|Theorem).*\)', quote)
@@ -37,6 +37,6 @@ def test_a_recipe_of_a_paper_quotes_it_with_the_place(name):
 def test_the_words_stand_in_the_paper(name):
     (path,) = FOLDER.glob(f"{PAPERS[name.partition('/')[0]]}_*.txt")
     text = plain(path.read_text(encoding="utf-8"))
-    for quote in RECIPES.get(name).told("Quote"):
+    for quote in RECIPES.get(name).notes_under("Quote"):
         words = quote[1 : quote.rindex('"')]
         assert plain(words) in text, f"{name}: {words!r}"

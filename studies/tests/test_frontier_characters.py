@@ -25,18 +25,24 @@ from wellposed_studies.tuning import Tuned
 RADII = len(SHARES) - 1
 
 
-def said(accuracy, sound):
+def outcome(accuracy, sound):
     return NextCharacters(accuracy, sound, None, (accuracy, *[accuracy / 2] * RADII))
 
 
 def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger():
-    theirs = Measured("theirs", Tuned([], []), [said(0.2, 1.5), said(0.2, 1.2)])
-    tighter = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.5)]), theirs)
+    theirs = Measured("theirs", Tuned([], []), [outcome(0.2, 1.5), outcome(0.2, 1.2)])
+    tighter = rivalry(
+        Measured("ours", Tuned([], []), [outcome(0.4, 1.4), outcome(0.3, 1.5)]),
+        theirs,
+    )
     assert tighter.accuracy == [pytest.approx(0.2), pytest.approx(0.1)]
     assert tighter.certified == [[pytest.approx(0.1), pytest.approx(0.05)]] * RADII
-    looser = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), said(0.3, 1.6)]), theirs)
+    looser = rivalry(
+        Measured("ours", Tuned([], []), [outcome(0.4, 1.4), outcome(0.3, 1.6)]),
+        theirs,
+    )
     assert looser.accuracy == []
-    failed = rivalry(Measured("ours", Tuned([], []), [said(0.4, 1.4), None]), theirs)
+    failed = rivalry(Measured("ours", Tuned([], []), [outcome(0.4, 1.4), None]), theirs)
     assert failed.accuracy == [pytest.approx(0.2), pytest.approx(-0.2)]
 
 

@@ -444,7 +444,7 @@ def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert len(RECIPES.names()) == 62
     for name in RECIPES:
         recipe = RECIPES.get(name)
-        assert recipe.says
+        assert recipe.claim
         assert recipe.minutes["mini"] > 0
 
 

@@ -92,7 +92,7 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
     assert "## kim2021/figure-2 (mini)" in text
     of_figure_2 = section(text, "kim2021/figure-2")
     for row in (
-        f"| paper | {RECIPES.get('kim2021/figure-2').says} |", "| ours | got mini |", "| verdict | confirmed |",
+        f"| paper | {RECIPES.get('kim2021/figure-2').claim} |", "| ours | got mini |", "| verdict | confirmed |",
         "| test | a \\| b |", "| seeds | 3 |", "| uncertainty | two errors |", "| minutes | 0.0 |",
         "| command | `wellposed reproduce kim2021/figure-2 --scale mini` |",
         f", torch {torch.__version__.partition('+')[0]}",
@@ -273,12 +273,12 @@ def test_committed_results_name_the_data_that_their_recipes_read():
 def other_words(values):
     """Return which texts of a row differ from those of its recipe."""
     recipe, scale = RECIPES.get(values["recipe"]), values["scale"]
-    notes = recipe.told("Note")
+    notes = recipe.notes_under("Note")
     plan = recipe.power and dict(recipe.power(Request(scale, Path("nowhere"))))
     pairs = {
-        "claim": (values["paper_says"], recipe.says),
-        "quote": (values["quoted"], recipe.told("Quote")),
-        "test": ([values["criterion"]["test"]], recipe.told("Test")),
+        "claim": (values["paper_says"], recipe.claim),
+        "quote": (values["quoted"], recipe.notes_under("Quote")),
+        "test": ([values["criterion"]["test"]], recipe.notes_under("Test")),
         "plan": (values["power"], plan),
         "notes": ([note for note in notes if note in values["notes"]], notes),
     }
@@ -307,13 +307,17 @@ def test_a_row_that_is_not_stale_has_the_words_of_its_recipe(values):
 )
 def test_other_words_are_noticed(part, change):
     def whole(values):
-        return values["power"] and values["quoted"] and RECIPES.get(values["recipe"]).told("Note")
+        return (
+            values["power"]
+            and values["quoted"]
+            and RECIPES.get(values["recipe"]).notes_under("Note")
+        )
 
     values = copy.deepcopy(next(filter(whole, COMMITTED)))
     recipe, request = RECIPES.get(values["recipe"]), Request(values["scale"], Path("nowhere"))
-    values |= {"paper_says": recipe.says, "quoted": recipe.told("Quote")}
-    values |= {"notes": recipe.told("Note"), "power": dict(recipe.power(request))}
-    values["criterion"]["test"] = "; ".join(recipe.told("Test"))
+    values |= {"paper_says": recipe.claim, "quoted": recipe.notes_under("Quote")}
+    values |= {"notes": recipe.notes_under("Note"), "power": dict(recipe.power(request))}
+    values["criterion"]["test"] = "; ".join(recipe.notes_under("Test"))
     assert other_words(values) == []
     change(values)
     assert other_words(values) == [part]
@@ -321,7 +325,7 @@ def test_other_words_are_noticed(part, change):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_test_of_every_recipe_is_in_its_docstring(name):
-    assert len(RECIPES.get(name).told("Test")) == 1
+    assert len(RECIPES.get(name).notes_under("Test")) == 1
 
 
 @pytest.mark.parametrize("name", WITHDRAWN)

@@ -129,8 +129,8 @@ class Recipe:
     """Smallest effect that its verdict can detect, before training; None if nothing is trained."""
 
     @property
-    def says(self) -> str:
-        return "; ".join(self.told("Claim"))
+    def claim(self) -> str:
+        return "; ".join(self.notes_under("Claim"))
 
     @property
     def minutes(self) -> dict[str, float]:
@@ -192,7 +192,7 @@ class Recipe:
         except (OSError, TypeError):  # of a recipe that is typed at a prompt
             return ""
 
-    def told(self, word: str) -> list[str]:
+    def notes_under(self, word: str) -> list[str]:
         """Return each text after ``word`` (Claim, Quote, Test or Note), constants filled in."""
         parts = re.split(
             r"\b(Claim|Quote|Test|Note): ", " ".join((self.function.__doc__ or "").split())
@@ -209,10 +209,12 @@ class Recipe:
         """Run the recipe and add its docstring's test and notes to the result."""
         result = self.function(request)
         criterion = result.criterion
-        test = "; ".join(self.told("Test"))
+        test = "; ".join(self.notes_under("Test"))
         if criterion is not None and not criterion.test:
             criterion = replace(criterion, test=test)
-        return replace(result, criterion=criterion, notes=(*result.notes, *self.told("Note")))
+        return replace(
+            result, criterion=criterion, notes=(*result.notes, *self.notes_under("Note"))
+        )
 
     def time(self, scale: Scale) -> str:
         """Return the time of a scale, with ~ if estimated."""
@@ -250,7 +252,7 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
     ... def figure(request: Request) -> Reproduction:
     ...     "Y against x. Claim: y grows. Test: every step is up, by {LEAST:g} or more."
     >>> LEAST = 0.5
-    >>> RECIPES.get("mine/figure-1").says, RECIPES.get("mine/figure-1").told("Test")
+    >>> RECIPES.get("mine/figure-1").claim, RECIPES.get("mine/figure-1").notes_under("Test")
     ('y grows', ['every step is up, by 0.5 or more'])
     """
 
@@ -260,7 +262,7 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
             kind: table[name] for kind, table in MINUTES.items() if name in table
         }
         made = Recipe(name, summary.strip().removesuffix("."), function, **minutes | options)
-        if not made.says:
+        if not made.claim:
             raise ConfigError(f"recipe {name}: its docstring has no claim; add `Claim: ...`")
         RECIPES.register(name)(made)
         return function

@@ -70,7 +70,7 @@ class Reproduced:
 
     name: str
     scale: Scale
-    says: str
+    claim: str
     result: Reproduction
     seconds: float
     files: tuple[Path, ...] = ()
@@ -87,7 +87,7 @@ class Reproduced:
         lines = [
             f"{self.name} (scale {self.scale}, {self.seconds:.0f} s){read}",
             *([f"  paper size: {size_words(recipe.paper_size)}"] if recipe.paper_size else []),
-            f"  paper says: {self.says}",
+            f"  paper says: {self.claim}",
             f"  we got:     {self.result.got}",
             f"  verdict:    {verdict_words(kind, self.result.holds, size)}",
         ]
@@ -184,7 +184,7 @@ def reproduce(
         earlier = None  # no evidence
     first = leads(earlier, scale)
     files = tuple(out / f"{stem}{suffix}" for suffix in (".csv", ".svg", ".json"))
-    done = Reproduced(name, scale, recipe.says, result, seconds, files, encoder, first)
+    done = Reproduced(name, scale, recipe.claim, result, seconds, files, encoder, first)
     values = _values(recipe, request, done, power, inputs)
     if scale != "toy":
         values = with_history(earlier, values)
@@ -228,8 +228,8 @@ def _values(
         "kind": recipe.kind(request.scale, request.encoder),
         "size": result.size,
         "paper_size": recipe.paper_size,
-        "paper_says": recipe.says,
-        "quoted": recipe.told("Quote"),
+        "paper_says": recipe.claim,
+        "quoted": recipe.notes_under("Quote"),
         "we_got": result.got,
         "holds": result.holds,
         "criterion": None if result.criterion is None else asdict(result.criterion),

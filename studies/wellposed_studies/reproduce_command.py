@@ -89,7 +89,9 @@ def _reproduce(words: Sequence[str]) -> int:
     return 0 if all(holds) or not options.strict else 1
 
 
-def _given(options: ReproduceArguments, to: Collection[str] = get_args(Given)) -> dict[str, str]:
+def _typed_inputs(
+    options: ReproduceArguments, to: Collection[str] = get_args(Given)
+) -> dict[str, str]:
     """Return the inputs that the user gives, among the options ``to``."""
     inputs = {option: getattr(options, option) for option in to}
     return {option: value for option, value in inputs.items() if value is not None}
@@ -97,14 +99,14 @@ def _given(options: ReproduceArguments, to: Collection[str] = get_args(Given)) -
 
 def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
     """Return the named recipes with their inputs; those named by their paper get what they read."""
-    inputs = _given(options)
+    inputs = _typed_inputs(options)
     requested = []
     for name in options.names:
         recipes = _expand(name)
         if recipes == [name]:
             requested.append((name, inputs))
             continue
-        some = [(recipe, _given(options, RECIPES.get(recipe).takes)) for recipe in recipes]
+        some = [(recipe, _typed_inputs(options, RECIPES.get(recipe).takes)) for recipe in recipes]
         unread = [option for option in inputs if not any(option in read for _, read in some)]
         if unread:
             raise ConfigError(
@@ -116,7 +118,7 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
 
 def _run_all(options: ReproduceArguments) -> bool:
     """Run every recipe that is unfinished or stale in the folder, then write the page."""
-    if set(_given(options)) - {"data"}:
+    if set(_typed_inputs(options)) - {"data"}:
         raise ConfigError(
             '--encoder, --vectors or --languages with "all": name the recipes that read it, for'
             " instance mcgrath2024"
@@ -130,7 +132,7 @@ def _run_all(options: ReproduceArguments) -> bool:
             holds = holds and verdict_of(done) in (True, None)
             continue
         try:
-            holds = _make(name, options, _given(options, RECIPES.get(name).takes)) and holds
+            holds = _make(name, options, _typed_inputs(options, RECIPES.get(name).takes)) and holds
         except (ConfigError, DataError) as error:
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
     options.page.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +145,8 @@ def _make(name: str, options: ReproduceArguments, inputs: Mapping[str, str]) -> 
     """Run one recipe and print its row; return whether nothing contradicts the claim."""
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
-    say = partial(print, " ", file=sys.stderr, flush=True)
-    announce = say_nothing if options.quiet else say
+    print_line = partial(print, " ", file=sys.stderr, flush=True)
+    announce = say_nothing if options.quiet else print_line
     done = reproduce(
         name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **inputs
     )
@@ -157,7 +159,7 @@ def _plan(name: str, options: ReproduceArguments) -> str:
     recipe = RECIPES.get(name)
     lines = [
         f"{name} (scale {options.scale}): {recipe.time(options.scale)}",
-        f"  claim:        {recipe.says}",
+        f"  claim:        {recipe.claim}",
     ]
     if "data" in recipe.takes:
         other = f", or {recipe.builtin}" if recipe.builtin else " is needed"

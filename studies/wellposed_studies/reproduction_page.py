@@ -128,7 +128,7 @@ def _section(values: Mapping[str, Any], group: Group) -> str:
     rows = {
         **_size_rows(values, recipe),
         "paper": values["paper_says"],
-        **({"quoted": "; ".join(quotes)} if (quotes := recipe.told("Quote")) else {}),
+        **({"quoted": "; ".join(quotes)} if (quotes := recipe.notes_under("Quote")) else {}),
         "ours": values["we_got"],
         "verdict": row_words(values),
         **_reservations(values),

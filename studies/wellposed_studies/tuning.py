@@ -36,7 +36,7 @@ class Tuned:
     def rate(self) -> float:
         return self.runs[0].rate
 
-    def each(self, measure: Callable[[FinishedRun], Found]) -> list[Found | None]:
+    def for_each_run(self, measure: Callable[[FinishedRun], Found]) -> list[Found | None]:
         return [None if run.failure else measure(run) for run in self.runs]
 
     def rows(
@@ -116,9 +116,11 @@ def try_rates(
         for (model, rate), run in zip(wanted, train([plan(*pair) for pair in wanted]), strict=True):
             tried[model][rate] = run
         wanted = []
-        for model, known in tried.items():
-            ends = min(known), max(known)
-            if len(known) < most and (rate := best_tried(known, score)) in ends:
-                next_rates = rates_about(rate, FACTORS[-1:] if rate == max(known) else FACTORS[:1])
+        for model, scores_by_rate in tried.items():
+            ends = min(scores_by_rate), max(scores_by_rate)
+            if len(scores_by_rate) < most and (rate := best_tried(scores_by_rate, score)) in ends:
+                next_rates = rates_about(
+                    rate, FACTORS[-1:] if rate == max(scores_by_rate) else FACTORS[:1]
+                )
                 wanted += [(model, rate) for rate in next_rates]
     return dict(tried)

@@ -201,12 +201,12 @@ def from_config(
     folder = Path(name).parent if is_config else Path(source)
     random = from_scratch or is_config
     defaults = {item.name: item.default for item in dataclasses.fields(TASKS.get(task).options)}
-    known = defaults.keys()
-    asked = [option for option in READ_BY if option in known and option not in named]
+    option_names = defaults.keys()
+    asked = [option for option in READ_BY if option in option_names and option not in named]
     read = {option: READ_BY[option](source, folder, random) for option in asked}
     train = configs.TrainOptions() if random else FINE_TUNING
     task_options: dict[str, Any] = {option: value for option, value in read.items() if value}
-    for option in known & {*LENGTHS} - {*named}:
+    for option in option_names & {*LENGTHS} - {*named}:
         usual = defaults[option]
         if positions is not None and isinstance(usual, int) and positions < usual:
             task_options[option] = positions

@@ -293,9 +293,9 @@ def _say_why(
         advice += f" {largest:.4g})"
     else:
         # The table has the reasons without a ball.
-        known = {layer.reason for layer in certificate.uncertified}
+        reasons = {layer.reason for layer in certificate.uncertified}
         why = ""
-        if without is not None and without.reason not in known:
+        if without is not None and without.reason not in reasons:
             why = f": {without.path or '.'} ({without.module}): {without.reason}"
         advice = f"there is no bound on a ball either{why}"
     print(advice, file=sys.stderr)

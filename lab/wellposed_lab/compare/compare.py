@@ -104,12 +104,12 @@ def compare(
     choose rates; ``"auto"``: 1 to 5 / 3 more for each variant. Each job reads the data once for each
     way of reading it.
     """
-    say = announce or say_nothing
+    announce_line = announce or say_nothing
     check_trackers(tracking)
     search, left_out = rates.search_of(base, learning_rates)
     _check_names(variants)
     for line in check_options(base, variants):
-        say(line)
+        announce_line(line)
     configs = _configurations(base, variants, seeds)
     check_jobs(jobs)
     check_name(out)
@@ -130,12 +130,12 @@ def compare(
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that the report on a killed comparison knows the baseline.
         replace_file(out / ORDER_FILE, to_json({"variants": list(variants)}, indent=2))
-    _announce_data(built.values(), say)
+    _announce_data(built.values(), announce_line)
     if left_out:
-        say(f"learning rates: not searched, as {left_out}")
+        announce_line(f"learning rates: not searched, as {left_out}")
     settings: dict[str, Any] = {
         "resume": resume, "progress": progress, "command": command, "tracking": tracking,
-        "announce": say, "tasks": built, "jobs": jobs,
+        "announce": announce_line, "tasks": built, "jobs": jobs,
     }  # fmt: skip
     if search is not None:
         ended, best = _tuned(base, variants, search, out, settings)
@@ -153,7 +153,7 @@ def compare(
     ]
     runs = ComparisonRuns(tuple(train_planned(planned, **settings)))
     if certify and is_first() and not runs.cancelled:
-        _certify(configs, runs, tasks, certify, say)
+        _certify(configs, runs, tasks, certify, announce_line)
     return runs
 
 
@@ -162,7 +162,7 @@ def _certify(
     runs: ComparisonRuns,
     tasks: Mapping[str, Task],
     examples: int,
-    say: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> None:
     """Measure certified and attacked accuracy of the runs that finished."""
     from wellposed_lab.training.certified.run import certify_runs
@@ -172,9 +172,11 @@ def _certify(
         ended = [result for config, result in ended if config.variant == name]
         finished = [result.out for result in ended if result.status == "success"]
         if getattr(task, "windows", None):
-            say(f"{name}: windows are certified only in words, by wellposed certify RUN --words")
+            announce(
+                f"{name}: windows are certified only in words, by wellposed certify RUN --words"
+            )
         else:
-            certify_runs(finished, task, examples=examples, announce=say)
+            certify_runs(finished, task, examples=examples, announce=announce)
 
 
 def _check_empty(out: Path) -> None:
@@ -185,10 +187,10 @@ def _check_empty(out: Path) -> None:
         raise ConfigError(f"{out}: the folder is not empty; {advice}")
 
 
-def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:
+def _announce_data(tasks: Iterable[Task], announce: Callable[[str], None]) -> None:
     remarks = [line for task in tasks for line in data_remarks(task.description())]
     for line in dict.fromkeys(remarks):
-        say(line)
+        announce(line)
 
 
 def _tuned(

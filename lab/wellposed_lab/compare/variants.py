@@ -437,7 +437,7 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     config = _with_model(base, **parts, **embeddings, **residual)
     scale = LIPSCHITZ_LOGIT_SCALE if base.train.logit_scale == 1 else base.train.logit_scale
     train = replace(_faster(config.train, LIPSCHITZ_RATE), logit_scale=scale)
-    return _held(replace(config, train=train), LIPSCHITZ_WEIGHTS, to="spectral")
+    return _constrained(replace(config, train=train), LIPSCHITZ_WEIGHTS, to="spectral")
 
 
 @VARIANTS.register("orthogonal")
@@ -446,7 +446,9 @@ def orthogonal(base: RunConfig) -> RunConfig:
 
     This moves pretrained weights far, so they need more training than a fine-tuning.
     """
-    return _held(_baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS)
+    return _constrained(
+        _baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS
+    )
 
 
 @VARIANTS.register("spectral")
@@ -454,25 +456,27 @@ def spectral(base: RunConfig, radius: float = 1.0) -> RunConfig:
     """post_ln (with --from: plain) with |W|_2 at most 1 (or value) x sqrt(fan_out / fan_in) for all
     layer matrices."""
     where = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
-    return _held(_baseline(base), where, to="spectral", bound=f"rms:{radius:g}")
+    return _constrained(_baseline(base), where, to="spectral", bound=f"rms:{radius:g}")
 
 
 @VARIANTS.register("qk_clip")
 def qk_clip(base: RunConfig, largest: float = 100.0) -> RunConfig:
     """post_ln (with --from: plain) with attention logits clipped at 100 (or value): QK-clip (Kimi K2, 2025)."""
-    return _held(_baseline(base), ("query",), to="logits", bound=largest)
+    return _constrained(_baseline(base), ("query",), to="logits", bound=largest)
 
 
 @VARIANTS.register("transject")
 def transject(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
     """TransJect (Sengupta et al. 2023) with a Gram spectrum; learning rate 50 (or value) x the base's."""
-    return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING)
+    return _constrained(
+        _transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING
+    )
 
 
 @VARIANTS.register("transject_random")
 def transject_random(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
     """TransJect with a learnt vector as the spectrum; learning rate 50 (or value) x the base's."""
-    return _held(_transject(base, "random", rate), TRANSJECT_WEIGHTS + EMBEDDING)
+    return _constrained(_transject(base, "random", rate), TRANSJECT_WEIGHTS + EMBEDDING)
 
 
 def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float) -> RunConfig:
@@ -485,7 +489,7 @@ def _faster(options: TrainOptions, rate: float) -> TrainOptions:
     return replace(options, learning_rate=rate * options.learning_rate, gamma=rate * options.gamma)
 
 
-def _held(
+def _constrained(
     config: RunConfig,
     weights: tuple[str, ...],
     to: Literal["orthogonal", "spectral", "logits"] = "orthogonal",

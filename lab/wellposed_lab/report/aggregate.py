@@ -251,15 +251,15 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         raise DataError(
             f"runs of task {name} report different headline metrics; compare runs of one version"
         )
-    known = runs[0].values
-    metric = next(m for m in (f"{headline},test", f"{headline},valid", *known) if m in known)
+    scores = runs[0].values
+    metric = next(m for m in (f"{headline},test", f"{headline},valid", *scores) if m in scores)
     higher = bool(directions.get(headline, True))
     reference, judged, expected = _reference(runs[0])
-    judging = f"{judged},valid" if f"{judged},valid" in known else metric
+    judging = f"{judged},valid" if f"{judged},valid" in scores else metric
     rises = bool(directions.get(judged, True))
     margin = 0.0
     of_train = (runs[0].result.get("train_reference") or {}).get(f"{judged},test")
-    if expected is not None and of_train is not None and f"{judged},test" in known:
+    if expected is not None and of_train is not None and f"{judged},test" in scores:
         # Valid chooses the weights, so even a model that learned nothing looks better there.
         judging = f"{judged},test"
         expected = (max if rises else min)(expected, of_train)

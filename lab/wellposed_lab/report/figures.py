@@ -71,11 +71,11 @@ def differences_figure(
     None if no difference has an interval."""
     first = task.variants[0].variant
     panels = []
-    known = [row for row in tests if row["mean_difference"] is not None]
-    if not any(row["high"] is not None for row in known):
+    tested = [row for row in tests if row["mean_difference"] is not None]
+    if not any(row["high"] is not None for row in tested):
         return None
-    for metric in dict.fromkeys(row["metric"] for row in known):
-        mine = where(known, metric=metric)
+    for metric in dict.fromkeys(row["metric"] for row in tested):
+        mine = where(tested, metric=metric)
         required = task.least_gain(metric, worth)
         middles = [row["mean_difference"] for row in mine]
         ends = [row["mean_difference"] if row["high"] is None else row["high"] for row in mine]
@@ -110,17 +110,17 @@ def differences_figure(
 def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
     """Plot the result of each variant on *valid* over the learning rate, for the loss and the
     metric that chose; None if rates were not compared."""
-    known = [row for row in rows if is_finite(row["loss"])]
-    if not known:
+    finite = [row for row in rows if is_finite(row["loss"])]
+    if not finite:
         return None
-    headline = str(known[0]["metric"])
-    if all(row["loss"] == row["value"] for row in known):
+    headline = str(finite[0]["metric"])
+    if all(row["loss"] == row["value"] for row in finite):
         headline = "loss"  # nats per character are the loss
-    colours = dict.fromkeys((str(row["variant"]) for row in known), None) | dict(numbers)
+    colours = dict.fromkeys((str(row["variant"]) for row in finite), None) | dict(numbers)
     panels = []
     for metric, column in {"loss": "loss", headline: "value"}.items():
         words = metric_words(f"{metric},valid")
-        series = lines(known, "rate", column, by="variant")
+        series = lines(finite, "rate", column, by="variant")
         series = [replace(line, colour=colours[line.label]) for line in series]
         panels.append(Panel(words, "learning rate", words, series, "log"))
     caption = (

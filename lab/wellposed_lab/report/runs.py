@@ -300,8 +300,8 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     if not values:
         return f"results has no metrics of task {result['task']!r}"
     if not _headline_values(result):
-        known = ", ".join(values)
-        return f"results lacks the headline metric {result['headline']!r}; it has {known}"
+        names = ", ".join(values)
+        return f"results lacks the headline metric {result['headline']!r}; it has {names}"
     return None
 
 
@@ -418,12 +418,12 @@ def _read_unfinished(folder: Path) -> Run | ExcludedRun:
     reason = "no result.json: still running, or killed before it ended"
     try:
         config = tomllib.loads(read_text(folder / "config.toml"))
-        known = {"task": config["task"], "variant": config["variant"]}
-        known["seed"] = int(config["train"]["seed"])
+        identity = {"task": config["task"], "variant": config["variant"]}
+        identity["seed"] = int(config["train"]["seed"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ExcludedRun(folder, "?", folder.parent.name, folder.name, status, reason)
     # Without a date it sorts last by date.
-    result = {**known, "config": config, "date": "9"}
+    result = {**identity, "config": config, "date": "9"}
     return Run(folder, result, Failure(status, reason), reason)
 
 

@@ -219,7 +219,7 @@ class ImageClassificationTask(LabelTask):
         for split in SPLITS:
             self._first[split] = len(self._rows)
             self._rows += [(images[split], row) for row in range(len(images[split]))]
-        self._kept: dict[int, Tensor] = {}
+        self._cached_pixels: dict[int, Tensor] = {}
 
     @property
     def processor(self) -> Any:
@@ -254,10 +254,10 @@ class ImageClassificationTask(LabelTask):
         }
 
     def _pixels(self, number: int) -> Tensor:
-        pixels = self._kept.get(number)
+        pixels = self._cached_pixels.get(number)
         if pixels is None:
             images, row = self._rows[number]
             pixels = pixel_values(self._processor, images.image(row))
-            if pixels.nbytes * len(self._kept) < KEPT_BYTES:
-                self._kept[number] = pixels
+            if pixels.nbytes * len(self._cached_pixels) < KEPT_BYTES:
+                self._cached_pixels[number] = pixels
         return pixels

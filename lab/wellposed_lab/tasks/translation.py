@@ -65,8 +65,8 @@ class TranslationTask(Seq2SeqTask):
         rows = {
             s: list(zip(both.source, both.target, strict=True)) for s, both in self._pairs.items()
         }
-        known = set(rows["train"])
-        self._repeated = {s: sum(pair in known for pair in rows[s]) for s in SPLITS[1:]}
+        train_pairs = set(rows["train"])
+        self._repeated = {s: sum(pair in train_pairs for pair in rows[s]) for s in SPLITS[1:]}
         del self._pairs["train"]  # it may be large
 
     def _describe_examples(self) -> dict[str, Any]:

@@ -338,8 +338,10 @@ class RunConfig:
             table = values.get(section)
             if isinstance(table, Mapping):
                 new = RENAMED if section == "train" else {}
-                known = {new.get(n, n): v for n, v in table.items() if v not in gone.get(n, ())}
-                values[section] = known
+                values_of_today = {
+                    new.get(n, n): v for n, v in table.items() if v not in gone.get(n, ())
+                }
+                values[section] = values_of_today
         constrain = values.get("constrain")
         start = values.get("start")
         if isinstance(constrain, Mapping) and isinstance(start, Mapping) and start.get("model"):

@@ -252,9 +252,9 @@ def _match_labels(
     if len(has) == len(names) and has == [f"LABEL_{index}" for index in range(len(has))]:
         return list(range(len(has))), f"its labels have no names, taken as {', '.join(names)}"
     for spelled in (str, str.casefold):
-        known = {spelled(name): index for index, name in enumerate(has)}
-        if len(known) == len(has) and sorted(known) == sorted(map(spelled, names)):
-            order = [known[spelled(name)] for name in names]
+        index_of = {spelled(name): index for index, name in enumerate(has)}
+        if len(index_of) == len(has) and sorted(index_of) == sorted(map(spelled, names)):
+            order = [index_of[spelled(name)] for name in names]
             moved = order != sorted(order)
             return order, f"labels matched by name: {', '.join(names)}" if moved else ""
     raise ConfigError(

@@ -120,7 +120,7 @@ class SlopeMeter:
     radius: float | None
 
     @property
-    def least(self) -> float:
+    def smallest_step(self) -> float:
         """Smallest ``|x - y| / |x|`` that counts; below it, rounding outweighs curvature."""
         return torch.finfo(self.dtype).eps ** (1 / 3)
 
@@ -135,7 +135,7 @@ class SlopeMeter:
         down: nine in float64, four in float32, two in bfloat16."""
         length = perturbation_size(x, self.norm)
         length = torch.where(length > 0, length, 1.0)[:, None, None]
-        count = 1 + math.floor(-math.log(self.least) / math.log(4.0))
+        count = 1 + math.floor(-math.log(self.smallest_step) / math.log(4.0))
         steps = [sign * 4.0**-power for power in range(count) for sign in (1, -1)]
         return self.best((x, x + step * length * direction) for step in steps)
 
@@ -149,14 +149,14 @@ class SlopeMeter:
 
     def measure(self, x: Tensor, y: Tensor) -> Found:
         """Return slopes of inputs in the dtype: 0 if too close, -inf if an output is not finite."""
-        x = self._place(x)
-        y = self._place(y)
+        x = self._in_range(x)
+        y = self._in_range(y)
         outputs = [self.call(value).double() for value in (x, y)]
         apart = perturbation_size(x.double() - y.double(), self.norm)
         sizes = sum(perturbation_size(output.detach(), self.norm) for output in outputs)
         noise = ROUNDING * torch.finfo(self.dtype).eps * sizes
         moved = (perturbation_size(outputs[0] - outputs[1], self.norm) - noise).clamp_min(0.0)
-        far = apart > self.least * perturbation_size(x.double(), self.norm)
+        far = apart > self.smallest_step * perturbation_size(x.double(), self.norm)
         counted = torch.where(far | ~torch.isfinite(moved), moved, 0.0)
         slopes = counted / torch.where(far, apart, 1.0)
         slopes = torch.where(torch.isfinite(slopes), slopes, -math.inf)
@@ -181,7 +181,7 @@ class SlopeMeter:
             ascend([unit_x, unit_y], score, steps - 1, learning_rate)
         return pairs
 
-    def _place(self, x: Tensor) -> Tensor:
+    def _in_range(self, x: Tensor) -> Tensor:
         radius = self.radius
         room = None if radius is None else radius * (1 - torch.finfo(self.dtype).eps)
         return in_ball(x, room).to(self.dtype)

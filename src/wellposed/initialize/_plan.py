@@ -80,7 +80,7 @@ def _check_complete(
     """Raise for weights for which there is no step."""
     # Norms, biases, single numbers and numbers of each head, which the attention itself has, need
     # no role.
-    known = {id(step.view.parameter) for step in steps}
+    planned = {id(step.view.parameter) for step in steps}
     norms = tuple(f"{path}." for path in norms_of(model, roles.norms))
     attention = {role.path for role in roles.attention}
     unmatched: list[str] = []
@@ -88,7 +88,7 @@ def _check_complete(
         owner, _, last = name.rpartition(".")
         vector = parameter.ndim == 1 and parameter.numel() > 1
         gain = vector and "bias" not in last and owner not in attention
-        left = id(parameter) in known or name.startswith(norms) or matches(name, exclude)
+        left = id(parameter) in planned or name.startswith(norms) or matches(name, exclude)
         if (gain or parameter.ndim >= 2) and not left:
             unmatched.append(f"{name} {tuple(parameter.shape)}")
     if unmatched:
@@ -134,9 +134,9 @@ def _embedding_steps(
     model: nn.Module, roles: Roles, factors: Mapping[str, float] | None
 ) -> list[Step]:
     """Return one step for each table; tables outside the decoder get the encoder's factor."""
-    known = [(id(table.weight.parameter), table) for table in roles.embeddings]
-    tables = {key: (f"{table.kind}_embedding", table.weight) for key, table in known}
-    places = {key: [table.path] for key, table in known}
+    keyed = [(id(table.weight.parameter), table) for table in roles.embeddings]
+    tables = {key: (f"{table.kind}_embedding", table.weight) for key, table in keyed}
+    places = {key: [table.path] for key, table in keyed}
     for path, module in model.named_modules(remove_duplicate=False):
         if is_table(module):
             key = id(module.weight)
@@ -156,7 +156,7 @@ def _embedding_steps(
 
 def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw) -> list[Step]:
     """Return steps of linear layers outside the stacks; an untied output layer is N(0, 1/d)."""
-    known = {id(step.view.parameter) for step in done}
+    planned = {id(step.view.parameter) for step in done}
     paths = (path for stack in find_layer_stacks(roles) for path in stack.layer_paths)
     inside = tuple(f"{path}." if path else "" for path in paths)
     getter: Any = getattr(model, "get_output_embeddings", None)
@@ -165,9 +165,9 @@ def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw
     for path, module in model.named_modules():
         transposed = is_transposed(module)
         linear = isinstance(module, nn.Linear) or transposed
-        if not linear or id(module.weight) in known or f"{path}.".startswith(inside):
+        if not linear or id(module.weight) in planned or f"{path}.".startswith(inside):
             continue
-        known.add(id(module.weight))
+        planned.add(id(module.weight))
         view = WeightView(path, module, "weight", transposed=transposed)
         drawn: Draw = "embedding" if module is output and draw == "xavier_uniform" else draw
         role = "output_embedding" if module is output else "other"
@@ -184,11 +184,11 @@ def _leave_alone(
     played = [(weight.role, weight.view.key) for weight in roles.weights()]
     played += [(step.role, step.view.key) for step in steps]
     names = [*(name for name, _ in named), *norms_of(model, roles.norms)]
-    known = [*dict.fromkeys(role for role, _ in played), *names]
+    accepted = [*dict.fromkeys(role for role, _ in played), *names]
     unknown = [
-        f"{entry!r}; nearest: {', '.join(nearest_names(entry, known))}"
+        f"{entry!r}; nearest: {', '.join(nearest_names(entry, accepted))}"
         for entry in exclude
-        if entry not in known and not any(matches(name, [entry]) for name in names)
+        if entry not in accepted and not any(matches(name, [entry]) for name in names)
     ]
     if unknown:
         expected = "expected roles, or patterns on names of parameters and norms, received"

@@ -45,9 +45,9 @@ def bent_inside(  # noqa: PLR0917
     largest = [max(row[index] for row in reached) for index in range(len(point))]
     if again:
         part = selected(bent, again)
-        known = [[row[index] for index in again] for row in reached]
+        rows_again = [[row[index] for index in again] for row in reached]
         grams = grams_of(part, *sizes_of(part, work))
-        part, proved = bent_inside(part, grams, known, selected(depth, again), goal, work)
+        part, proved = bent_inside(part, grams, rows_again, selected(depth, again), goal, work)
         put_(bent, again, part)
         for index, length in zip(again, proved, strict=True):
             largest[index] = length

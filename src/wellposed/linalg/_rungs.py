@@ -56,7 +56,7 @@ def scaled(values: Tensor, factor: float) -> Tensor:
     return values if factor == 1.0 else values * factor
 
 
-def beside(like: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+def on_device_of(like: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Copy host numbers to the device of a tensor; nothing waits for them."""
     return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
 
@@ -65,14 +65,14 @@ def selected(values: Tensor, places: Sequence[int]) -> Tensor:
     """Return some matrices of a batch; the batch itself if all are chosen."""
     if len(places) == len(values):
         return values
-    return values.index_select(0, beside(values, places, torch.long))
+    return values.index_select(0, on_device_of(values, places, torch.long))
 
 
 def put_(stack: Tensor, places: Sequence[int], values: Tensor) -> None:
     if len(places) == len(stack):
         stack.copy_(values)
     else:
-        stack.index_copy_(0, beside(stack, places, torch.long), values)
+        stack.index_copy_(0, on_device_of(stack, places, torch.long), values)
 
 
 class Grams(NamedTuple):
@@ -191,7 +191,7 @@ def chosen(
     rows: Sequence[Sequence[float]], depth: Tensor, dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """Return of each column of the rows the number in the row that ``depth`` names."""
-    table = beside(depth, [number for row in rows for number in row], dtype)
+    table = on_device_of(depth, [number for row in rows for number in row], dtype)
     return table.view(len(rows), -1).gather(0, depth[None])[0]
 
 
@@ -203,14 +203,14 @@ def is_within(grams: Grams, wanted: Sequence[float], *, is_ahead: bool = False) 
     trace = diagonal.sum(-1, dtype=torch.float64).repeat(count)
     hidden = factor_rounding(grams.gram)
     # The trace of s I - G is at least s, which covers the rounding of the trace itself.
-    largest = beside(trace, [(1.0 - hidden) * limit for limit in wanted], trace.dtype)
+    largest = on_device_of(trace, [(1.0 - hidden) * limit for limit in wanted], trace.dtype)
     without_trace = [(1.0 - hidden * columns) * limit for limit in wanted]
-    shift = beside(trace, without_trace, trace.dtype).add_(trace, alpha=hidden)
+    shift = on_device_of(trace, without_trace, trace.dtype).add_(trace, alpha=hidden)
     shift = torch.minimum(shift, largest)
     shift.sub_(grams.norm.square().repeat(count), alpha=grams.rounding)
     if is_ahead:
         return has_factor(grams.gram, shift)
-    is_small = diagonal.amax(-1).repeat(count) <= beside(diagonal, wanted, diagonal.dtype)
+    is_small = diagonal.amax(-1).repeat(count) <= on_device_of(diagonal, wanted, diagonal.dtype)
     tried = torch.nonzero(is_small).flatten().tolist()
     if tried:
         is_small[tried] = has_factor(selected(grams.gram, tried), shift[tried])

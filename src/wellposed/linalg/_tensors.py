@@ -261,10 +261,10 @@ class Workspace:
         numbers = values.reshape(-1)
         key = (self._task, name, self._count[name], len(numbers))
         self._count[name] += 1
-        known = self._bounds.get(key) if guess is None else guess
-        if self.is_ahead and known is not None and all(number < below for number in known):
-            self._unread.append((self._task, key, numbers, known, (slack, minimum, decay)))
-            return known
+        bounds = self._bounds.get(key) if guess is None else guess
+        if self.is_ahead and bounds is not None and all(number < below for number in bounds):
+            self._unread.append((self._task, key, numbers, bounds, (slack, minimum, decay)))
+            return bounds
         read = numbers.tolist()
         if self._task:
             self._remember(key, read, (slack, minimum, decay))
@@ -272,8 +272,8 @@ class Workspace:
 
     def guess(self, name: str, count: int) -> Sequence[float] | None:
         """Return what `bounds` will guess for ``count`` numbers; None if it will read them."""
-        known = self._bounds.get((self._task, name, self._count[name], count))
-        return known if self.is_ahead else None
+        bounds = self._bounds.get((self._task, name, self._count[name], count))
+        return bounds if self.is_ahead else None
 
     def write(self, result: Callable[[], None]) -> None:
         """Run ``result``, which writes a result: now, or in `finish` if the guesses were right."""

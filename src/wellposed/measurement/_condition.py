@@ -65,7 +65,7 @@ class StackedCondition:
         self._stacks: list[_Stack] = []
         self._starts: dict[tuple[int, ...], Tensor] = {}
         self._cuts: dict[int, Cut] = {}
-        self._whole: dict[int, Tensor] = {}
+        self._gathered: dict[int, Tensor] = {}
         self._on_threads = False
 
     @property
@@ -83,8 +83,8 @@ class StackedCondition:
             raise ConfigError(f"{problem}:\n{listed(quantised)}")
         sides = [sorted(view.shape) for view in self._views]
         kinds = [(view.parameter.dtype, view.parameter.device) for view in self._views]
-        self._cuts, self._whole = owned_ones(self._views)
-        others = self._cuts.keys() - self._whole
+        self._cuts, self._gathered = owned_ones(self._views)
+        others = self._cuts.keys() - self._gathered
         mine = [i for i, view in enumerate(self._views) if id(view.parameter) not in others]
         # Eigenvalues of a few hundred rows gain little from several threads.
         self._on_threads = self._spectra and all(
@@ -128,11 +128,11 @@ class StackedCondition:
         # The sine of squares looks random: it is orthogonal to no structured vector.
         start = torch.arange(gram.shape[-1], device=gram.device, dtype=gram.dtype).square().sin()
         start = (start / torch.linalg.vector_norm(start)).expand(len(places), -1)
-        known = self._starts.get(places)
-        if known is not None and known.shape == start.shape:
-            start = known.to(start) + NEW * start
+        previous = self._starts.get(places)
+        if previous is not None and previous.shape == start.shape:
+            start = previous.to(start) + NEW * start
             start = start / torch.linalg.vector_norm(start, dim=-1, keepdim=True)
-        return _krylov(gram, start, COLD if known is None else WARM)
+        return _krylov(gram, start, COLD if previous is None else WARM)
 
     def _wide(self, part: Sequence[int]) -> Iterator[Tensor]:
         """Yield weights, transposed if they have more rows than columns."""
@@ -143,7 +143,7 @@ class StackedCondition:
     def _matrix(self, index: int) -> Tensor:
         view = self._views[index]
         with _READING:
-            gathered = self._whole.get(id(view.parameter))
+            gathered = self._gathered.get(id(view.parameter))
             return read(view.tensor()) if gathered is None else view.seen(gathered)
 
     def _scaled_gram(self, matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -178,14 +178,16 @@ class StackedCondition:
             lines = zip(*(column.tolist() for column in columns), last, strict=True)
             numbered += zip(stack.places, lines, strict=True)
         lines = mapped(lambda pair: self._line(*pair), numbered, on_threads=self._on_threads)
-        known = dict(zip((index for index, _ in numbered), lines, strict=True))
+        line_of_index = dict(zip((index for index, _ in numbered), lines, strict=True))
         names = (*EXACT, *("singular_value_error",) * self._spectra)
         sizes = [len(names) + min(view.shape) * self._spectra for view in self._views]
         cuts = [self._cuts.get(id(view.parameter)) for view in self._views]
         device = self._views[0].parameter.device
-        lines = shared([known.get(i) or [0.0] * n for i, n in enumerate(sizes)], cuts, device)
+        lines = shared(
+            [line_of_index.get(i) or [0.0] * n for i, n in enumerate(sizes)], cuts, device
+        )
         self._stacks = []
-        self._whole = {}
+        self._gathered = {}
         index = names.index("sigma_max")
         stored = [view.parameter_name for view in self._views]
         broken = (n for n, line in zip(stored, lines, strict=True) if math.isnan(line[index]))
@@ -257,9 +259,9 @@ def _krylov(gram: Tensor, start: Tensor, steps: int) -> Tensor:
     vectors = gram.new_zeros(len(gram), min(steps, gram.shape[-1]), gram.shape[-1])
     vectors[:, 0] = start
     for step in range(1, vectors.shape[1]):
-        known = vectors[:, :step]
-        image = known[:, -1:] @ gram
-        image = torch.baddbmm(image, image @ known.mT, known, alpha=-1)
+        previous = vectors[:, :step]
+        image = previous[:, -1:] @ gram
+        image = torch.baddbmm(image, image @ previous.mT, previous, alpha=-1)
         length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
         vectors[:, step : step + 1] = image / length.clamp_min(torch.finfo(gram.dtype).tiny)
     return vectors

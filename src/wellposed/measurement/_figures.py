@@ -34,8 +34,8 @@ def heat_map(rows: Iterable[Mapping[str, Any]], value: str) -> HeatMap:
         if row.get("layer") is not None:
             cell = cells.setdefault((str(row["stack"]), row["layer"]), {})
             name = role_name(row)
-            known = [number for number in (cell.get(name), row.get(value)) if number is not None]
-            cell[name] = max(known, default=None)
+            numbers = [number for number in (cell.get(name), row.get(value)) if number is not None]
+            cell[name] = max(numbers, default=None)
     layers = sorted(cells, key=lambda layer: (layer[0] != "encoder", *layer))
     names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
     grid = [[cells[layer].get(name) for name in names] for layer in layers]

@@ -96,16 +96,16 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
     2
     """
     kind: Any = ARCHITECTURES.get(options.architecture).config
-    known = {item.name for item in fields(kind)}
+    option_names = {item.name for item in fields(kind)}
     if issubclass(kind, CheckedConfig):
-        known |= set(kind.part_options())
+        option_names |= set(kind.part_options())
     values = {i: getattr(options, i.name) for i in fields(options) if i.name != "architecture"}
     foreign = [
         f"model.{item.name}: received {value!r}; leave it {item.default!r}"
         for item, value in values.items()
-        if item.name not in known
+        if item.name not in option_names
         and value not in (item.default, item.metadata.get("neutral", item.default))
     ]
     if foreign:
         raise ConfigError(f"architecture {options.architecture!r} lacks:\n" + listed(foreign))
-    return {i.name: v for i, v in values.items() if i.name in known and v is not None}
+    return {i.name: v for i, v in values.items() if i.name in option_names and v is not None}

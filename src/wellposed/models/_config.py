@@ -140,11 +140,11 @@ class CheckedConfig(PreTrainedConfig):
 
     def _unknown_keys(self, kwargs: Mapping[str, Any]) -> list[str]:
         """Return a line for each key, such as a misspelt option, that nothing reads."""
-        known = {item.name for item in fields(self)} | set(self.part_options())
-        accepted = {*known, *_HUGGING_FACE.split(), *GenerationConfig().to_dict()}
+        option_names = {item.name for item in fields(self)} | set(self.part_options())
+        accepted = {*option_names, *_HUGGING_FACE.split(), *GenerationConfig().to_dict()}
         return [
             f"{key}: unknown key;"
-            f" {self.absent_keys.get(key) or 'nearest: ' + ', '.join(nearest_names(key, known))}"
+            f" {self.absent_keys.get(key) or 'nearest: ' + ', '.join(nearest_names(key, option_names))}"
             for key in kwargs
             if key not in accepted and not key.startswith("_")
         ]

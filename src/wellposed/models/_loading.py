@@ -263,11 +263,13 @@ def _saved_class(config: Any) -> Any:
     """Return the class that loads the architecture that ``config`` names."""
     named = config.architectures if isinstance(config.architectures, list) else []
     name = next((item for item in named[:1] if isinstance(item, str)), "")
-    known = getattr(transformers, name, None) if name else None
-    is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
+    named_class = getattr(transformers, name, None) if name else None
+    is_model = isinstance(named_class, type) and issubclass(
+        named_class, transformers.PreTrainedModel
+    )
     auto = auto_class(name)
     if is_model and (auto is None or type(config) not in auto._model_mapping):
-        return known
+        return named_class
     return auto or transformers.AutoModel
 
 

@@ -203,8 +203,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """Return frozen features of windows: mean last state, and mean vector of its tokens."""
         like: Any = self.head[1].weight
         keys = [row.tobytes() for row in windows.cpu().numpy()]
-        known = self._remembered.of(self.model, like)
-        new = [index for index, key in enumerate(keys) if key not in known]
+        remembered = self._remembered.of(self.model, like)
+        new = [index for index, key in enumerate(keys) if key not in remembered]
         if new:
             with torch.no_grad():
                 fresh = windows[new]
@@ -212,8 +212,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 parts = self._read(fresh), _mean(self.model.get_input_embeddings()(fresh), real)
                 norm = nn.functional.layer_norm
                 features = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
-            known.update(zip((keys[index] for index in new), features, strict=True))
-        return torch.stack([known[key] for key in keys])
+            remembered.update(zip((keys[index] for index in new), features, strict=True))
+        return torch.stack([remembered[key] for key in keys])
 
     def _read(self, windows: Tensor) -> Tensor:
         """Return the logits of windows without padding; if frozen, the mean last states."""

@@ -64,16 +64,16 @@ class Replay(Tracer):
         return super()._constant(before)
 
     def _cut(
-        self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
+        self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **details: Any
     ) -> Tensor:
         before = next(self._cuts, None)
         if before is None or type(before) is not kind or before.leaf.shape != output.shape:
             self.diverged = True
-            return super()._cut(output, kind, source, **known)
+            return super()._cut(output, kind, source, **details)
         moved = before.leaf.detach()
         if id(before) in self._moves:
             moved = _with_some_moved(moved, self._moves[id(before)], odd=self._odd)
-        return super()._cut(moved, kind, source, **known)
+        return super()._cut(moved, kind, source, **details)
 
     def _statistic(self, call: Call) -> Tensor:
         source, output = self._before(call)
@@ -98,10 +98,10 @@ def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
     moves: dict[int, Moves] = {}
     for number, claim in enumerate(claims, 1):
         for index, (product, groups) in enumerate(claim.groups.values()):
-            known = codes.setdefault(id(product), torch.full((product.leaf.shape[-1],), -1))
+            marks = codes.setdefault(id(product), torch.full((product.leaf.shape[-1],), -1))
             # the unit of a gate moves with that of `up`
-            _mark(known, groups, (64 * number + (index if claim.call else 0)) << 32)
-            moves[id(product)] = Moves(known)
+            _mark(marks, groups, (64 * number + (index if claim.call else 0)) << 32)
+            moves[id(product)] = Moves(marks)
         if claim.call:
             shape = claim.call.leaf.shape
             moves[id(claim.call)] = Moves(torch.zeros(shape[-1]).long(), alike=len(shape) - 2)
@@ -116,20 +116,20 @@ def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
     return moves
 
 
-def _mark(known: Tensor, groups: Sequence[Sequence[int]], first: int) -> None:
+def _mark(marks: Tensor, groups: Sequence[Sequence[int]], first: int) -> None:
     """Write the codes of groups of rows; groups that share rows get one code."""
     rows = torch.tensor([row for group in groups for row in group], dtype=torch.long)
     labels = torch.tensor([first + i for i, group in enumerate(groups) for _ in group])
-    if bool((known[rows] < 0).all()):
-        known[rows] = labels
+    if bool((marks[rows] < 0).all()):
+        marks[rows] = labels
         return
     for i, group in enumerate(groups):
         inside = torch.tensor(group)
-        shared = known[inside].unique()
+        shared = marks[inside].unique()
         shared = shared[shared >= 0]
         code = int(shared[0]) if len(shared) else first + i
-        known[torch.isin(known, shared)] = code
-        known[inside] = code
+        marks[torch.isin(marks, shared)] = code
+        marks[inside] = code
 
 
 def _with_some_moved(values: Tensor, moves: Moves, *, odd: bool) -> Tensor:

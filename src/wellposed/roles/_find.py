@@ -138,14 +138,14 @@ def find_roles_for(
     require_module(verb.name, model)
     with evaluating(model):  # or spectral_norm iterates whenever its weight is read
         with stand_ins(model) if run else nullcontext():
-            roles = _found(verb, model, batch, where, check=check, run=run)
+            roles = _read_roles(verb, model, batch, where, check=check, run=run)
         roles = effective_roles(model, roles)
     if run:  # in the log of every verb that uses the answer
         log_notes(verb.name, model, roles)
     return roles
 
 
-def _found(
+def _read_roles(
     verb: Verb, model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bool, run: bool
 ) -> Roles:
     notes: list[str] = []
@@ -325,11 +325,11 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
         notes.append(f"the roles were not checked: {traced.unchecked}")
     combined = replace(traced.roles, attention=attention, feedforward=feedforward)
     notes += unread_parts(model, combined, traced)
-    known = {(id(weight.view.owner), weight.view.attribute) for weight in combined.weights()}
+    with_role = {(id(weight.view.owner), weight.view.attribute) for weight in combined.weights()}
     open_calls = {
         note: weights
         for note, weights in traced.incomplete.items()
-        if not any((id(w.view.owner), w.view.attribute) in known for w in weights)
+        if not any((id(w.view.owner), w.view.attribute) in with_role for w in weights)
         and (weights or not named.attention)
     }
     loose = {(w.role, w.view.key): w for weights in open_calls.values() for w in weights}
@@ -366,8 +366,8 @@ def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
             result.append(f"{name} {tuple(parameter.shape)}")
         elif all(view.spans is not None for view in views):
             rows = parameter.shape[-1 if views[0].transposed else -2]
-            known = {row for view in views for span in view.spans or () for row in range(*span)}
-            left = spans_of(row for row in range(rows) if row not in known)
+            taken = {row for view in views for span in view.spans or () for row in range(*span)}
+            left = spans_of(row for row in range(rows) if row not in taken)
             result += [f"{name}[{shown_spans(left)}]"] if left else []
     return tuple(result)
 
@@ -381,9 +381,9 @@ def _in_stacks(
         for prefix in _prefixes(other.path):
             stacks.setdefault(prefix, other.stack)
     for role in feedforward:
-        known = (stacks[prefix] for prefix in _prefixes(role.path) if prefix in stacks)
+        around = (stacks[prefix] for prefix in _prefixes(role.path) if prefix in stacks)
         first = attention[0].stack if attention else role.stack
-        yield replace(role, stack=next(known, first))
+        yield replace(role, stack=next(around, first))
 
 
 def _embedding_roles(
@@ -402,8 +402,8 @@ def _embedding_roles(
             view = WeightView(path, module, name)
             key = id(view.parameter)
             kind = kinds.get(key)
-            known = _named_kind(path, name, looked_up=looked_up)
-            kind = known if known and kind != "position" else kind
+            named_kind = _named_kind(path, name, looked_up=looked_up)
+            kind = named_kind if named_kind and kind != "position" else kind
             if kind is not None and kind != "none":
                 tables.setdefault(key, EmbeddingRole(path, kind, view))
     return tuple(tables.values())

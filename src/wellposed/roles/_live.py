@@ -46,12 +46,12 @@ class LiveParts:
 
 def structure(model: nn.Module) -> tuple[int, ...]:
     """Return the identities of all modules, in an order given by their positions."""
-    known = {id(model)}
+    visited = {id(model)}
     modules = [model]
     for module in modules:  # which grows
         for child in module._modules.values():
-            if child is not None and id(child) not in known:
-                known.add(id(child))
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
                 modules.append(child)
     return tuple(map(id, modules))
 

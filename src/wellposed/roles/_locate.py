@@ -16,11 +16,11 @@ def located(
     weight_place: LocatedWeight, weight: Tensor
 ) -> tuple[WeightView, range, tuple[int, ...]] | None:
     """Return the view, rows and stack indices that ``weight`` (..., out, in) covers, or None."""
-    view, known = weight_place
-    if known.ndim not in (2, 3) or weight.ndim not in (2, 3):
+    view, whole_weight = weight_place
+    if whole_weight.ndim not in (2, 3) or weight.ndim not in (2, 3):
         return None
-    start = int(weight.storage_offset() - known.storage_offset())
-    step = known.stride(0) if known.ndim == 3 else 0
+    start = int(weight.storage_offset() - whole_weight.storage_offset())
+    step = whole_weight.stride(0) if whole_weight.ndim == 3 else 0
     entry, start = divmod(start, step) if step else (0, start)
     count = weight.shape[0] if weight.ndim == 3 else 1
     if count > 1 and weight.stride(0) != step:
@@ -30,7 +30,7 @@ def located(
         entries = (view.expert,)
     outs, ins = weight.shape[-2:]
     jump, across = weight.stride()[-2:]
-    for transposed, part in ((False, known), (True, known.mT)):
+    for transposed, part in ((False, whole_weight), (True, whole_weight.mT)):
         by_row, by_column = part.stride()[-2:]
         if ins == part.shape[-1] and (across == by_column or ins == 1) and jump % by_row == 0:
             first, left = divmod(start, by_row)

@@ -118,7 +118,7 @@ def _running(model: nn.Module) -> Iterator[None]:
 def _run(inner: nn.Module, batch: Any, tracer: Tracer) -> list[Tensor]:
     before = register_module_forward_pre_hook
     after = register_module_forward_hook
-    marked = tree_map_only(Tensor, tracer.given, batch)
+    marked = tree_map_only(Tensor, tracer.mark_input, batch)
     with undoing() as undo:
         undo.hook(before, tracer.entered)
         undo.hook(after, tracer.left)
@@ -188,11 +188,15 @@ def _checked(model: nn.Module, inner: nn.Module, batch: Any, traced: Trace) -> T
     for claim in traced.claims:
         problem = "; ".join(contradictions(claim, traced.record, replays))
         refused += [(part, problem) for part in claim.parts if problem]
-    known = {key_of(part) for part, _ in refused}
+    refused_keys = {key_of(part) for part, _ in refused}
     roles = replace(
         traced.roles,
-        attention=tuple(part for part in traced.roles.attention if key_of(part) not in known),
-        feedforward=tuple(part for part in traced.roles.feedforward if key_of(part) not in known),
+        attention=tuple(
+            part for part in traced.roles.attention if key_of(part) not in refused_keys
+        ),
+        feedforward=tuple(
+            part for part in traced.roles.feedforward if key_of(part) not in refused_keys
+        ),
     )
     return replace(traced, roles=roles, refused=refused, unchecked="")
 

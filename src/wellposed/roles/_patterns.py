@@ -62,7 +62,7 @@ def with_patterns(
     networks = [] if "feedforward_in" in torn else [*roles.feedforward]
     loose: list[RoleWeight] = []
     notes: list[str] = []
-    known = {weight_keys(part): part for part in (*roles.attention, *roles.feedforward)}
+    part_of_weights = {weight_keys(part): part for part in (*roles.attention, *roles.feedforward)}
     by_place: dict[tuple[bool, str], list[RoleWeight]] = {}
     for weight in parts:
         if weight.role.endswith("_embedding"):
@@ -74,7 +74,9 @@ def with_patterns(
             by_place.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
     for (_, path), group in by_place.items():
         views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in group}
-        role = known.get(frozenset((name, weight_key(view)) for name, view in views.items()))
+        role = part_of_weights.get(
+            frozenset((name, weight_key(view)) for name, view in views.items())
+        )
         try:
             role = role or _grouped(LocatedModule(path, model.get_submodule(path), model), group)
         except ShapeError as error:

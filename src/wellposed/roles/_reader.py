@@ -64,7 +64,7 @@ class Reader:
         self.not_added: dict[str, None] = {}
         """Paths of parts whose result is added to nothing."""
 
-    def _place(
+    def _locate(
         self, views: Mapping[str, WeightView], last: Product, call: Attention | None = None
     ) -> LocatedModule:
         """Return the innermost called module that contains all weights of a part."""
@@ -102,7 +102,7 @@ class Reader:
         extra += [("latent", view) for view in self._latents(used)]
         heads = {name: full[name].heads for name in _PROJECTIONS}
         cross = self._is_cross(full["query"].products[0], full["key"].products[0])
-        located = self._place(views, outputs[0], call)
+        located = self._locate(views, outputs[0], call)
         part = AttentionRole(
             path=located.path,
             kind="cross" if cross else "self",
@@ -144,7 +144,7 @@ class Reader:
         for entry in down.experts:
             views = {name: product.view_of(rows, entry) for name, (product, rows) in named.items()}
             views["down"] = down.view_of(None, entry)
-            located = self._place(views, down)
+            located = self._locate(views, down)
             roles.append(FeedForwardRole(located.path, located.stack, located.layer, **views))
         groups = {
             name: (

@@ -51,7 +51,7 @@ class Tracer(TorchFunctionMode):
         self._scored_in: dict[Any, nn.Module | None] = {}
         """Node of a product of two activations -> the module that ran."""
         self._weights: dict[Any, Tensor] = {}
-        self._kept: list[Tensor] = []  # tensors known by address must not be freed
+        self._alive: list[Tensor] = []  # tensors known by address must not be freed
         self._places: dict[int, list[LocatedWeight]] = {}
         self._neutral: dict[int, frozenset[str]] = {}
         """Storages computed without activations -> the parameters behind them."""
@@ -61,7 +61,7 @@ class Tracer(TorchFunctionMode):
         self._looked_up: dict[int, WeightView] = {}
         self._sums: dict[Any, dict[int, Cut | None]] = {}
         """Node of a sum -> result of `_unsummed` there."""
-        self._given: set[int] = set()
+        self._input_addresses: set[int] = set()
         self._running: list[nn.Module] = []
         modules = dict(model.named_modules())
         for path, module in modules.items():
@@ -159,19 +159,19 @@ class Tracer(TorchFunctionMode):
     def _embedding(self, call: Call) -> Tensor:
         """Record a lookup: of tokens if the ids are an input of the model, else maybe of positions."""
         ids, table = call.inputs[:2]
-        known = all(_address(tensor) in self._neutral for tensor in call.inputs)
-        output = call.output if known else self._cut(call.output)
+        is_neutral = all(_address(tensor) in self._neutral for tensor in call.inputs)
+        output = call.output if is_neutral else self._cut(call.output)
         position = self._place_of(table)
         if position is None:
             return output
         view = position[0]
-        if _address(ids) in self._given or len(ids.unique()) == 1:
+        if _address(ids) in self._input_addresses or len(ids.unique()) == 1:
             self._rows.pop(_name(view), None)
-            if _address(ids) in self._given:
+            if _address(ids) in self._input_addresses:
                 self.record.tables[id(view.parameter)] = view, "token"
         else:
             self._looked_up[_address(output)] = view
-            self._kept.append(output)
+            self._alive.append(output)
         return output
 
     def _sum(self, call: Call) -> Tensor:
@@ -240,7 +240,7 @@ class Tracer(TorchFunctionMode):
     def _softmax(self, call: Call) -> Tensor:
         if call.output.grad_fn is not None and call.output.ndim >= 2:
             self._weights[call.output.grad_fn] = call.inputs[0]
-            self._kept.append(call.output)
+            self._alive.append(call.output)
         return call.output
 
     def _gate(self, call: Call) -> Tensor:
@@ -278,7 +278,7 @@ class Tracer(TorchFunctionMode):
                 self.record.without_softmax[self._module] = None
             self._scored_in[output.grad_fn] = self._module
             self._scores[output.grad_fn] = (left, right)
-            self._kept.append(output)
+            self._alive.append(output)
         return output
 
     def _einsum(self, call: Call) -> Tensor:
@@ -320,24 +320,24 @@ class Tracer(TorchFunctionMode):
         location = position and located(position, weight)
         if location:
             constant = _address(source) in self._neutral
-            known = dict(zip(("view", "rows", "entries"), location, strict=True))
-            return self._cut(output, Product, source, **known, constant=constant)
-        known = _address(weight) in self._neutral and _address(source) not in self._neutral
-        return self._cut(output) if position or known else output
+            details = dict(zip(("view", "rows", "entries"), location, strict=True))
+            return self._cut(output, Product, source, **details, constant=constant)
+        details = _address(weight) in self._neutral and _address(source) not in self._neutral
+        return self._cut(output) if position or details else output
 
-    def given(self, value: Tensor) -> Tensor:
+    def mark_input(self, value: Tensor) -> Tensor:
         """Mark an input of the model, and cut the graph there so that tracing stops."""
         marked = self._cut(value) if value.is_floating_point() else value
-        self._given |= {_address(value), _address(marked)}
-        self._kept.append(marked)
+        self._input_addresses |= {_address(value), _address(marked)}
+        self._alive.append(marked)
         return marked
 
     def _cut(
-        self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
+        self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **details: Any
     ) -> Tensor:
         """Cut the graph at a tensor, so that tracing stops; return the tensor to continue with."""
         leaf = output.detach().requires_grad_()
-        self.record.cuts[id(leaf)] = kind(order=self._order, leaf=leaf, source=source, **known)
+        self.record.cuts[id(leaf)] = kind(order=self._order, leaf=leaf, source=source, **details)
         return leaf.clone()  # later code may write into it
 
     def _follow(
@@ -347,9 +347,9 @@ class Tracer(TorchFunctionMode):
         for tensor in inputs:
             self.record.used.add(_address(tensor))
         address = _address(output)
-        if inputs and name in _COPIES and _address(inputs[0]) in self._given:
-            self._given.add(address)
-            self._kept.append(output)
+        if inputs and name in _COPIES and _address(inputs[0]) in self._input_addresses:
+            self._input_addresses.add(address)
+            self._alive.append(output)
         if address in self._neutral:
             return
         view, stored = (self._place_of(inputs[0]) if inputs else None) or (None, None)
@@ -361,7 +361,7 @@ class Tracer(TorchFunctionMode):
             return
         names = frozenset[str]().union(*(self._neutral[_address(tensor)] for tensor in inputs))
         self._neutral[address] = names
-        self._kept.append(output)
+        self._alive.append(output)
         if name not in _COPIES or output.shape != inputs[0].shape:
             view = self._parametrized.get(next(iter(names), "")) if len(names) == 1 else None
         if view is not None and output.ndim >= 2:
@@ -384,10 +384,12 @@ class Tracer(TorchFunctionMode):
         self._neutral.setdefault(_address(weight), frozenset({_name(view)}))
 
     def _place_of(self, weight: Tensor) -> LocatedWeight | None:
-        for view, known in reversed(self._places.get(_address(weight), [])):
-            size = 1 + sum((n - 1) * s for n, s in zip(known.shape, known.stride(), strict=True))
-            if 0 <= weight.storage_offset() - known.storage_offset() < size:
-                return view, known
+        for view, whole_weight in reversed(self._places.get(_address(weight), [])):
+            size = 1 + sum(
+                (n - 1) * s for n, s in zip(whole_weight.shape, whole_weight.stride(), strict=True)
+            )
+            if 0 <= weight.storage_offset() - whole_weight.storage_offset() < size:
+                return view, whole_weight
         return None
 
 

@@ -87,8 +87,8 @@ def _factors(layers: nn.ModuleList, tokens: int) -> tuple[Tensor | float, Tensor
         for name in ("attention", "feedforward"):
             branch = getattr(layer, name)
             residual = getattr(layer, f"{name}_residual")
-            known = isinstance(residual, (ConvexResidual, BudgetResidual))
-            if not (known and isinstance(branch, (BallAttention, MaxMinFeedForward))):
+            is_bounded_residual = isinstance(residual, (ConvexResidual, BudgetResidual))
+            if not (is_bounded_residual and isinstance(branch, (BallAttention, MaxMinFeedForward))):
                 raise ConfigError(
                     "margin_loss = words is for blocks of the variant lipschitz; received"
                     f" {type(branch).__name__} in a {type(residual).__name__}"

@@ -30,7 +30,7 @@ def check_reproduced(done):
             assert word.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in markup
     values = json.loads(claim.read_text())
     assert values["holds"] is None, "toy sizes show nothing"
-    assert values["paper_says"] == RECIPES.get(done.name).says
+    assert values["paper_says"] == RECIPES.get(done.name).claim
     assert values["we_got"] == done.result.got
     assert values["notes"] == list(done.result.notes)
     power, criterion = RECIPES.get(done.name).power, done.result.criterion

@@ -36,8 +36,8 @@ from wellposed_studies.study import (
     folder_name,
     judged,
     mean_and_error,
+    mean_with_error,
     minus,
-    said,
     sizes_at,
     train_grid,
 )
@@ -259,8 +259,8 @@ def accuracy(request: Request) -> Reproduction:
         results.append(evidence)
         rows += [row for curves in models.values() for row in _rows(curves)]
         rows.append(_evidence_row(evidence))
-        texts += [_said(models[label]) for label in (JUDGED, CONTROL, *PLAIN)]
-        texts.append(_said_of_evidence(evidence))
+        texts += [_summary(models[label]) for label in (JUDGED, CONTROL, *PLAIN)]
+        texts.append(_evidence_summary(evidence))
     curves = [row for row in rows if "radius" in row]
     missing = [name for name in CORPORA if name not in corpora]
     panels = [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in corpora]
@@ -307,20 +307,21 @@ def _evidence_row(evidence: Evidence) -> Row:
     return {**row, "many": evidence.examples, **attacked}
 
 
-def _said(curves: Curves) -> str:
+def _summary(curves: Curves) -> str:
     radius = RADII[curves.task]
     return (
         f"{curves.task}, {curves.label} (rate {curves.tuned.rate:g}):"
-        f" {said(curves.column(ACCURACY), 3)} clean, {said(curves.at(radius), 3)} certified at"
+        f" {mean_with_error(curves.column(ACCURACY), 3)} clean, {mean_with_error(curves.at(radius), 3)} certified at"
         f" {radius:g}"
     )
 
 
-def _said_of_evidence(evidence: Evidence) -> str:
+def _evidence_summary(evidence: Evidence) -> str:
     difference = minus(evidence.accuracy, evidence.plain[evidence.better_plain])
     return (
         f"{evidence.corpus}: {JUDGED} minus {evidence.better_plain}"
-        f" {said(difference, 3)}, {said(evidence.certified, 3)} of {evidence.examples} certified at"
+        f" {mean_with_error(difference, 3)},"
+        f" {mean_with_error(evidence.certified, 3)} of {evidence.examples} certified at"
         f" {RADII[evidence.corpus]:g}, {evidence.fallen} of {evidence.attacked} attacked certified examples"
         " fell"
     )

@@ -114,7 +114,7 @@ class Curves:
         """Certify every run; keywords go to `certify_runs`."""
         from wellposed_lab.training.certified.run import certify_runs
 
-        certified = tuned.each(lambda run: certify_runs([run.folder], task, **options)[0])
+        certified = tuned.for_each_run(lambda run: certify_runs([run.folder], task, **options)[0])
         return cls(name, label, tuned, certified)
 
     def column(self, metric: str) -> list[float]:
@@ -146,10 +146,10 @@ def curves_panel(title: str, rows: Sequence[Row], labels: Iterable[str]) -> Pane
     for colour, label in enumerate(labels):
         mine = [{**row, "radius": float(row["radius"])} for row in where(rows, model=label)]
         for column, style in STYLES.items():
-            known = [{**row, column: float(row[column])} for row in mine]
+            as_numbers = [{**row, column: float(row[column])} for row in mine]
             # Labels that start with "_" are left out of the legend.
             name = label if style == "solid" else f"_{label}"
-            series.append(mean_series(known, "radius", column, name, style, colour))
+            series.append(mean_series(as_numbers, "radius", column, name, style, colour))
     heading = f"{title}: certified, dashed: attacked"
     return Panel(heading, "radius / token norm", "accuracy", series, x_scale="symlog")
 

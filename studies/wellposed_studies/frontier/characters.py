@@ -20,9 +20,9 @@ from wellposed_studies.study import (
     Sizes,
     folder_name,
     judged,
+    mean_with_error,
     minus,
     run_config,
-    said,
     sizes_at,
     train_grid,
 )
@@ -237,7 +237,7 @@ def characters(request: Request) -> Reproduction:
     rows = [row for model in measured for row in _rows(model)]
     panels = _panels(measured)
     got = (
-        "; ".join(_said(model) for model in measured)
+        "; ".join(_summary(model) for model in measured)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} x {sizes.seq_len}"
         f" characters, {sizes.layers} blocks of width {sizes.width}"
     )
@@ -308,7 +308,9 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
         )
         request.announce(f"bounds of {label}")
         extra = {"batches": tokens.split(32), "shares": SHARES, "printed": label in THEIRS}
-        results = tuned.each(lambda run, extra=extra: next_characters(run.model.eval(), **extra))
+        results = tuned.for_each_run(
+            lambda run, extra=extra: next_characters(run.model.eval(), **extra)
+        )
         yield Measured(label, tuned, results)
 
 
@@ -326,14 +328,14 @@ def _rows(model: Measured) -> list[Row]:
     return model.tuned.rows({"model": model.label}, model.measurements, described)
 
 
-def _said(model: Measured) -> str:
+def _summary(model: Measured) -> str:
     ended = model.ended
     if not ended:
         return f"{model.label}: training failed"
-    accuracy = said([result.accuracy for result in ended], 3)
-    sound = said([result.sound for result in ended])
+    accuracy = mean_with_error([result.accuracy for result in ended], 3)
+    sound = mean_with_error([result.sound for result in ended])
     printed = [result.printed for result in ended if result.printed is not None]
-    about = f", printed {said(printed)}" if printed else ""
+    about = f", printed {mean_with_error(printed)}" if printed else ""
     certified = ", ".join(
         f"{fmean(result.certified[index] for result in ended):.3f} at {SHARES[index]:g}"
         for index in range(1, len(SHARES))

@@ -19,9 +19,9 @@ from wellposed_studies.study import (
     folder_name,
     judged,
     listing,
+    mean_with_error,
     minus,
     run_config,
-    said,
     sizes_at,
     train_grid,
     unfit,
@@ -110,7 +110,7 @@ def order(request: Request) -> Reproduction:
     won = [pair for pair in sorted(fit) if within(usable[pair[0]].get(pair[1], []), low=POINTS)]
     panels = [curves_panel(name, where(points, task=name), models) for name in TASKS]
     got = (
-        "; ".join(_said(name, results, gains[name]) for name in TASKS)
+        "; ".join(_summary(name, results, gains[name]) for name in TASKS)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block"
     )
     runs = [run for which in (won if holds else certified) for run in certified[which]]
@@ -180,17 +180,17 @@ def _rows(curves: Curves) -> list[Row]:
     return curves.tuned.rows(identity, curves.certified, described)
 
 
-def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:
+def _summary(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:
     mine = {curve.label: curve for curve in curves if curve.task == name}
     controls = [label for label in CONTROLS if label in mine and mine[label].half_radius()]
     if not gains:
         return f"{name}: no control falls to half of its clean accuracy"
     best = max(gains, key=lambda label: fmean(gains[label]))
     parts = [
-        f"at {radius:g} {said(mine[best].at(radius))} of {best} is"
-        f" certified, {said(mine[label].at(radius))} of {label}"
+        f"at {radius:g} {mean_with_error(mine[best].at(radius))} of {best} is"
+        f" certified, {mean_with_error(mine[label].at(radius))} of {label}"
         for label in controls
         if (radius := mine[label].half_radius())
     ]
-    clean = ", ".join(f"{label} {said(curve.at(0.0))}" for label, curve in mine.items())
+    clean = ", ".join(f"{label} {mean_with_error(curve.at(0.0))}" for label, curve in mine.items())
     return f"{name}: clean {clean}; {', '.join(parts)}"

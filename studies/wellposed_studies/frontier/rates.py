@@ -20,8 +20,8 @@ from wellposed_studies.study import (
     Sizes,
     folder_name,
     judged,
+    mean_with_error,
     run_config,
-    said,
     sizes_at,
     train_grid,
 )
@@ -131,7 +131,8 @@ def rates(request: Request) -> Reproduction:
         if label in RIVALS and rate == summaries[label]["rate"]
     ]
     texts = [
-        f"{label}: best {said(summary['best'])} at {summary['rate']:g}, sensitivity {said(summary['sensitivity'])},"
+        f"{label}: best {mean_with_error(summary['best'])} at {summary['rate']:g},"
+        f" sensitivity {mean_with_error(summary['sensitivity'])},"
         f" {summary['near']:.0%} of the rates within {NEAR:g}"
         for label, summary in summaries.items()
     ]

@@ -28,9 +28,9 @@ from wellposed_studies.study import (
     folder_name,
     judged,
     mean_series,
+    mean_with_error,
     minus,
     run_config,
-    said,
     seed_results,
     sizes_at,
     train_grid,
@@ -138,7 +138,7 @@ def translation(request: Request) -> Reproduction:
     texts = []
     for name, tuned in models.items():
         rows += _rows(name, tuned.runs, tuned.trials)
-        texts.append(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}")
+        texts.append(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_summary(tuned.runs)}")
     for runs in lengths[1:]:
         rows += [row for name, those in runs.items() for row in _rows(name, those)]
     texts += [*map(about_length, lengths), *about_constraints(longest)]
@@ -178,8 +178,8 @@ def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
 
 def about_length(runs: Trained) -> str:
     """Return the scores of the three Transformers after these steps, and the judged difference."""
-    scores = ", ".join(f"{label} {_said(runs[name])}" for name, label in TRANSFORMERS.items())
-    gains = said(gains_over_norms(_bleu_by_model(runs)))
+    scores = ", ".join(f"{label} {_summary(runs[name])}" for name, label in TRANSFORMERS.items())
+    gains = mean_with_error(gains_over_norms(_bleu_by_model(runs)))
     return f"after {_steps(runs)} steps {scores}, T-Fixup less the better with LayerNorm {gains}"
 
 
@@ -190,7 +190,7 @@ def about_constraints(runs: Trained) -> list[str]:
         [compare_seeds(_by_seed(name, runs[name]), baseline) for name in CONSTRAINTS]
     )
     return [
-        f"after {_steps(runs)} steps {LABELS[name]} {_said(runs[name])}, beside post-LN:"
+        f"after {_steps(runs)} steps {LABELS[name]} {_summary(runs[name])}, beside post-LN:"
         f" {test.verdict}"
         for name, test in zip(CONSTRAINTS, tests, strict=True)
     ]
@@ -312,8 +312,8 @@ def _steps(runs: Trained) -> int:
     return runs[JUDGED][0].config.train.steps
 
 
-def _said(runs: Sequence[FinishedRun]) -> str:
-    return said(_column(runs))
+def _summary(runs: Sequence[FinishedRun]) -> str:
+    return mean_with_error(_column(runs))
 
 
 def _rows(name: str, best: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:

@@ -33,8 +33,8 @@ from wellposed_studies.study import (
     folder_name,
     judged,
     mean_series,
+    mean_with_error,
     minus,
-    said,
     sizes_at,
     train_grid,
     unfit,
@@ -139,7 +139,7 @@ def words(request: Request) -> Reproduction:
         request,
         rows,
         [_panel(corpus, where(points, corpus=corpus), sizes.options["models"]) for corpus in texts],
-        "; ".join(_said(corpus, results) for corpus in texts)
+        "; ".join(_summary(corpus, results) for corpus in texts)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width},"
         f" {sizes.examples} test texts, encoder {Path(request.encoder or 'not given').name}",
         holds,
@@ -149,11 +149,11 @@ def words(request: Request) -> Reproduction:
 
 def better(gains: Mapping[Any, Sequence[float]]) -> dict[Any, bool | None]:
     """Return whether each model beats the bag (paired t-test, Holm); None if undecided."""
-    known = [label for label, gained in gains.items() if gained]
-    tests = [paired_comparison(gains[label], [0.0] * len(gains[label])) for label in known]
+    measured = [label for label, gained in gains.items() if gained]
+    tests = [paired_comparison(gains[label], [0.0] * len(gains[label])) for label in measured]
     decided = {
         label: (test.mean_difference or 0) > 0
-        for label, test in zip(known, holm_correction(tests), strict=True)
+        for label, test in zip(measured, holm_correction(tests), strict=True)
         if test.significant
     }
     return {label: decided.get(label) for label in gains}
@@ -252,7 +252,7 @@ def _measure(request: Request, corpus: str, data: str, sizes: Sizes) -> Iterator
             return math.nan if run.failure else fmean(share(run, split="valid").values())
 
         tuned = tune(train, plan, counts, sizes.seeds, score=score)
-        measured = tuned.each(lambda run, share=share: share(run, split="test"))
+        measured = tuned.for_each_run(lambda run, share=share: share(run, split="test"))
         yield Held(corpus, label, tuned, measured)
 
 
@@ -273,11 +273,16 @@ def _panel(corpus: str, rows: Sequence[Row], labels: Sequence[str]) -> Panel:
     return Panel(f"{corpus}: certified, dashed: attacked", "replaced words", "share", series)
 
 
-def _said(corpus: str, results: Sequence[Held]) -> str:
+def _summary(corpus: str, results: Sequence[Held]) -> str:
     mine = [result for result in results if result.corpus == corpus]
     sure = [result for result in mine if result.label not in ATTACKED]
     best = {k: max(sure, key=lambda result, k=k: fmean(result.at(k))) for k in COUNTS}
-    texts = [f"{k} words: {result.label} {said(result.at(k), 3)}" for k, result in best.items()]
-    shares = {result.label: ", ".join(said(result.at(k), 3) for k in COUNTS) for result in mine}
+    texts = [
+        f"{k} words: {result.label} {mean_with_error(result.at(k), 3)}"
+        for k, result in best.items()
+    ]
+    shares = {
+        result.label: ", ".join(mean_with_error(result.at(k), 3) for k in COUNTS) for result in mine
+    }
     others = "; ".join(f"{label}: {shares[label]}" for label in (BAG, *ATTACKED) if label in shares)
     return f"{corpus}: best at {'; '.join(texts)} (without a certificate under attack; {others})"

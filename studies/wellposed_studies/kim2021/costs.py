@@ -34,10 +34,10 @@ from wellposed_studies.study import (
     judged,
     listing,
     mean_series,
+    mean_with_error,
     median_seconds,
     minus,
     proved,
-    said,
     timing_device,
 )
 from wellposed_studies.verdicts import (
@@ -349,7 +349,7 @@ def _best_of_each(losses: Mapping[str, ByDepth]) -> str:
 
 
 def _in_nats(values: Sequence[float]) -> str:
-    return said(values, 3) if all(map(math.isfinite, values)) else "diverged"
+    return mean_with_error(values, 3) if all(map(math.isfinite, values)) else "diverged"
 
 
 def _made(

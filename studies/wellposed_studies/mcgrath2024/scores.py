@@ -39,8 +39,8 @@ from wellposed_studies.study import (
     Sizes,
     judged,
     mean_series,
+    mean_with_error,
     run_config,
-    said,
     seed_results,
     sizes_at,
     train_grid,
@@ -146,7 +146,7 @@ class CellResult:
     def words(self) -> str:
         values = list(self.by_seed.values.values())
         verdict = f": {self.against.verdict}" if self.against else ""
-        return f"{self.name} {said(values, 4) if values else 'failed'}{verdict}"
+        return f"{self.name} {mean_with_error(values, 4) if values else 'failed'}{verdict}"
 
     def row(self) -> Row:
         row: dict[str, Any] = {"cell": self.name, "strength": self.strength}
@@ -505,7 +505,7 @@ def about_drift(errors: Mapping[str, Sequence[Row]]) -> str:
         ]
         if chosen:
             below = f"below 1 in {sum(ratio < 1 for ratio in chosen)} of {len(chosen)}"
-            texts.append(f"{prefix}{role} {said(chosen, 4)} ({below})")
+            texts.append(f"{prefix}{role} {mean_with_error(chosen, 4)} ({below})")
     return (
         "Drift of the unconstrained baseline at the end over its initial value, all layers and"
         f" seeds: {'; '.join(texts)}."
@@ -518,7 +518,7 @@ def about_qr(cells: Cells) -> str:
     for cell in _weakest(cells):
         shares = qr_shares(cell, cells[0]).items()
         gains = ", ".join(
-            f"{method} {said(share) if share else 'none'}" for method, share in shares
+            f"{method} {mean_with_error(share) if share else 'none'}" for method, share in shares
         )
         slower = cell.row()["seconds"] / (cells[0].row()["seconds"] or math.inf)
         texts.append(
@@ -548,9 +548,9 @@ def _sweep(cells: Cells) -> list[Panel]:
 
 def _drift(rows: Sequence[Row]) -> list[Panel]:
     """Return one panel for each role: err_orth of the baseline over its initial value, by layer."""
-    known = [row for row in rows if row["error_over_initial"] is not None]
+    measured = [row for row in rows if row["error_over_initial"] is not None]
     by_role = {
-        role: [row for row in known if row["weight"].split(".")[0] == role] for role in ROLES
+        role: [row for row in measured if row["weight"].split(".")[0] == role] for role in ROLES
     }
     return [
         Panel(role, "step", "err_orth", medians(mine, "step", "error_over_initial", by="weight"))

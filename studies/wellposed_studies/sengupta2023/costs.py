@@ -117,15 +117,15 @@ def _models(width: int, layers: int) -> list[tuple[str, int, int]]:
     for name, feedforward in (("Transformer", 4 * width), ("Transformer, d_ff = d", width)):
         formula = transformer_count(VOCABULARY, width, layers, feedforward)
         options = {"intermediate_size": feedforward, "norm": "post", "num_attention_heads": 8}
-        counts.append((name, formula, _own("wellposed", width, layers, **options)))
+        counts.append((name, formula, _count_ours("wellposed", width, layers, **options)))
     for experts in (1, 4, 8):
         formula = transject_parameter_count(VOCABULARY, width, layers, experts)
-        ours = _own("transject", width, layers, num_experts=experts)
+        ours = _count_ours("transject", width, layers, num_experts=experts)
         counts.append((f"TransJect, E = {experts}", formula, ours))
     return counts
 
 
-def _own(architecture: str, width: int, layers: int, **options: Any) -> int:
+def _count_ours(architecture: str, width: int, layers: int, **options: Any) -> int:
     options |= {"hidden_size": width, "num_hidden_layers": layers, "position": "sinusoidal"}
     sizes = {"vocab_size": VOCABULARY, "num_labels": 1}
     with torch.device("meta"):

@@ -41,7 +41,15 @@ from wellposed_studies.sengupta2023.trained import (
     train_study,
     tuned_study,
 )
-from wellposed_studies.study import FinishedRun, judged, listing, mean_series, minus, said, spanned
+from wellposed_studies.study import (
+    FinishedRun,
+    judged,
+    listing,
+    mean_series,
+    mean_with_error,
+    minus,
+    spanned,
+)
 from wellposed_studies.verdicts import AGREED, Power, agreed, by_training, every, within
 
 _NOTES = (NEIGHBOURS_NOTE, SCALE_NOTE, SEEDS_NOTE)
@@ -127,7 +135,7 @@ def figure_3a(request: Request) -> Reproduction:
             )
         )
         by_factor, at_first, by_entropy = (
-            listing(f"{model} {said(values)}" for model, values in table.items())
+            listing(f"{model} {mean_with_error(values)}" for model, values in table.items())
             for table in (factors, untrained, entropies)
         )
         plains = [scale.model_name("post_ln") for scale in study.scales()]
@@ -284,7 +292,7 @@ def figure_3b(request: Request) -> Reproduction:
     for colour, model in enumerate((experts, heads)):
         drawn.append(_printed_line(model, PART_ENTROPY[model], rows, colour))
     texts = [
-        f"{model} {said(values)} ({said(untrained[model])} before)"
+        f"{model} {mean_with_error(values)} ({mean_with_error(untrained[model])} before)"
         for model, values in means.items()
     ]
     panels = [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)]
@@ -488,7 +496,9 @@ def figure_6(request: Request) -> Reproduction:
         ]
         panels.append(Panel(f"{LABELS[variant]}: {option}", option, title, series))
     texts = [
-        f"{model}: {option} {said(values)}" for (model, option), values in change.items() if values
+        f"{model}: {option} {mean_with_error(values)}"
+        for (model, option), values in change.items()
+        if values
     ]
     got = f"change of the activation factor from smallest to largest value: {', '.join(texts)}"
     plains = [scale.model_name("post_ln") for scale in study.scales()]

@@ -23,7 +23,7 @@ from wellposed_studies.sengupta2023.trained import (
     text_study,
     train_study,
 )
-from wellposed_studies.study import FinishedRun, judged, minus, said
+from wellposed_studies.study import FinishedRun, judged, minus, mean_se
 from wellposed_studies.verdicts import Power, agreed, by_training, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."
@@ -78,7 +78,7 @@ def figure_1(request: Request) -> Reproduction:
             mine = where(rows, seed=0, model=model, metric=metric)
             series = lines(mine, "layer", "distance", by="pair")
             panels.append(Panel(model, "layer", f"{metric} distance", series))
-    texts = [f"{model} {metric} {said(values)}" for (model, metric), values in growth.items()]
+    texts = [f"{model} {metric} {mean_se(values)}" for (model, metric), values in growth.items()]
     got = (
         "last layer over embedding, median of three pairs, mean and standard error over seeds:"
         f" {', '.join(texts)}"
@@ -146,7 +146,7 @@ def figure_4(request: Request) -> Reproduction:
             for layer in range(len(states)):
                 panels.append(_isomap_panel(f"{model}, layer {layer}", where(points, layer=layer)))
     texts = [
-        f"{model} {said(values, 3)}, states changed by {said(moved[model])}"
+        f"{model} {mean_se(values, 3)}, states changed by {mean_se(moved[model])}"
         for model, values in pearson.items()
     ]
     got = (

@@ -111,8 +111,12 @@ class Study:
                 f" {' or '.join(self.folders)} (label and text in tsv, csv or jsonl files), or this"
                 " folder itself"
             )
-        known = ("pooling", "schedule", "patience")
-        options = {name: value for name, value in self.sizes.options.items() if name not in known}
+        training_options = ("pooling", "schedule", "patience")
+        options = {
+            name: value
+            for name, value in self.sizes.options.items()
+            if name not in training_options
+        }
         return {**options, **({} if folder is None else {"data": folder})}
 
 

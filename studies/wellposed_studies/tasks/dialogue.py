@@ -87,8 +87,10 @@ def fingerprint(dialogue: Dialogue) -> tuple[str, ...]:
 
 def repeated(dialogues: Sequence[Dialogue], earlier: Sequence[Dialogue]) -> list[int]:
     """Return the positions of dialogues that also occur in ``earlier``, ignoring white space."""
-    known = set(map(fingerprint, earlier))
-    return [index for index, dialogue in enumerate(dialogues) if fingerprint(dialogue) in known]
+    fingerprints = set(map(fingerprint, earlier))
+    return [
+        index for index, dialogue in enumerate(dialogues) if fingerprint(dialogue) in fingerprints
+    ]
 
 
 def detect_format(file: TextFile) -> str:
@@ -306,7 +308,7 @@ class DialogueTask(Seq2SeqTask):
         contexts = Ragged.from_lists([row[-limit:].tolist() for row in source])
         return texts, (contexts, target.truncated(limit))
 
-    def _place(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
+    def _location(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
         return f"{split}, dialogue at line {texts.lines[index]}, {('context', 'reply')[side]}"
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:

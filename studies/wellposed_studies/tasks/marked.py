@@ -147,6 +147,6 @@ class MarkedTask(ClassificationTask):
         digest = hashlib.sha256(written.encode()).hexdigest()
         bag = round(bag_accuracy(rows[-sizes["test"] :]), 4)
         facts = source, GENERATOR_VERSION, options.data_seed, digest
-        known = drawn_facts(*facts, best_accuracy_from_the_bag_of_words=bag)
+        described = drawn_facts(*facts, best_accuracy_from_the_bag_of_words=bag)
         labels = options.answers
-        super().__init__(encoder=encoder, examples=examples, labels=labels, described=known)
+        super().__init__(encoder=encoder, examples=examples, labels=labels, described=described)

@@ -339,8 +339,10 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
         images[split] = ArrayImages(np.stack(drawn), labels)
         digest.update(images[split].sha256().encode())
     source = f"drawn, setting {options.setting}"
-    known = asdict(rules)
-    return {**images}, drawn_facts(source, GENERATOR_VERSION, seed, digest.hexdigest(), rules=known)
+    drawn_by = asdict(rules)
+    return {**images}, drawn_facts(
+        source, GENERATOR_VERSION, seed, digest.hexdigest(), rules=drawn_by
+    )
 
 
 def read_release(folder: Path) -> splits.Loaded[Images]:

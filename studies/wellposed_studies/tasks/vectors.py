@@ -27,8 +27,8 @@ class WordVectors:
 
     def of(self, words: Sequence[str]) -> Vectors:
         """Return the vectors of the known words, (known words, width) float32."""
-        known = [self.rows[word] for word in words if word in self.rows]
-        return np.array(known, np.float32).reshape(-1, self.width)
+        rows = [self.rows[word] for word in words if word in self.rows]
+        return np.array(rows, np.float32).reshape(-1, self.width)
 
 
 def embedding_scores(
@@ -60,9 +60,9 @@ def embedding_scores(
         first = vectors.of(spoken)
         second = vectors.of(wanted)
         words = len(spoken) + len(wanted)
-        known = len(first) + len(second)
+        with_vector = len(first) + len(second)
         counts["words"] += words
-        counts["words_without_a_vector"] += words - known
+        counts["words_without_a_vector"] += words - with_vector
         if len(first) == 0 or len(second) == 0:
             counts["pairs_without_vectors"] += 1
             continue

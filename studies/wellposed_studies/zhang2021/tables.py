@@ -22,8 +22,8 @@ from wellposed_studies.study import (
     Sizes,
     judged,
     mean_series,
+    mean_with_error,
     run_config,
-    said,
     seed_results,
     train_grid,
 )
@@ -356,7 +356,7 @@ def compare_variants(
 
 
 def _mean(results: SeedResults) -> str:
-    return said(list(results.values.values())) if results.values else "failed"
+    return mean_with_error(list(results.values.values())) if results.values else "failed"
 
 
 def _row(label: str, metrics: Sequence[str], run: FinishedRun) -> Row:
@@ -376,12 +376,12 @@ def _panels(label: str, metrics: Sequence[str], rows: Sequence[Row]) -> list[Pan
     for metric in metrics:
         column = f"{metric}_ours"
         series = []
-        known = [row for row in placed if row[column] is not None]
-        for number, variant in enumerate(dict.fromkeys(row["variant"] for row in known)):
-            mine = where(known, variant=variant)
+        measured = [row for row in placed if row[column] is not None]
+        for number, variant in enumerate(dict.fromkeys(row["variant"] for row in measured)):
+            mine = where(measured, variant=variant)
             shift = 0.12 * (number - 2)
             series.append(mean_series(mine, "place", column, variant, "dots", number, shift=shift))
-        if known:
+        if measured:
             title = f"{label}, {metric}"
             y = f"{metric} on test"
             panels.append(Panel(title, "strength", y, series, names=names))

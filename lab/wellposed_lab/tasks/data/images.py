@@ -100,13 +100,17 @@ def _read(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
 
 def label_names(images: dict[Split, Images], where: str) -> list[str]:
     """Return the label names of train; other splits may have no others."""
-    known = set(images["train"].labels.tolist())
-    foreign = {split: sorted(set(images[split].labels.tolist()) - known) for split in SPLITS[1:]}
+    train_labels = set(images["train"].labels.tolist())
+    foreign = {
+        split: sorted(set(images[split].labels.tolist()) - train_labels) for split in SPLITS[1:]
+    }
     if any(foreign.values()):
         raise DataError(f"{where}: labels that train lacks: {foreign}; give another train file")
-    if len(known) < 2:
-        raise DataError(f"{where}: every image has label {known.pop()}, expected two or more")
-    return list(images["train"].names or map(str, range(max(known) + 1)))
+    if len(train_labels) < 2:
+        raise DataError(
+            f"{where}: every image has label {train_labels.pop()}, expected two or more"
+        )
+    return list(images["train"].names or map(str, range(max(train_labels) + 1)))
 
 
 def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:

@@ -194,9 +194,9 @@ def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Pla
     columns = list(names)
     folded = [name.strip().lower() for name in names]
 
-    def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
+    def places(column: str, groups: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
         if column == AUTO:
-            usual = next((group for group in known if set(group) <= set(folded)), None)
+            usual = next((group for group in groups if set(group) <= set(folded)), None)
             return tuple(map(folded.index, usual)) if usual else None
         if column in names:
             return (columns.index(column),)

@@ -59,8 +59,8 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
         for split, number in _entries(value) if noun else ():
             # Each side of a pair is counted, so there may be more sides than pairs.
             count = sum(part for _, part in _entries(number)) if _entries(number) else number
-            known = noun in ("texts", "pairs") and not _entries(number) and split in sizes
-            share = f" of {sizes[split]}" if known else ""
+            is_counted = noun in ("texts", "pairs") and not _entries(number) and split in sizes
+            share = f" of {sizes[split]}" if is_counted else ""
             if count:
                 yield f"{count}{share} {noun} of {split} {what}"
     count = dict(_entries(described.get("train_pairs_dropped_as_too_long"))).get("pairs")

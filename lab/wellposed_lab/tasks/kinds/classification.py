@@ -154,10 +154,10 @@ def encode_labelled(
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
             refuse_longer(table, lengths, options.max_length, remedy)
-    known = set(train)
+    train_texts = set(train)
     limit = options.max_length
     cut = {s: sum(size > limit for size in encoded.full_lengths) for s, encoded in ids.items()}
-    again = {split: sum(map(known.__contains__, tables[split].texts)) for split in SPLITS[1:]}
+    again = {split: sum(map(train_texts.__contains__, tables[split].texts)) for split in SPLITS[1:]}
     by_words = options.tokenizer == "word" or isinstance(encoder, WindowEncoder)
     unspaced = {s: sum(map(lacks_blanks, t.texts)) for s, t in tables.items()} if by_words else {}
     details = {
@@ -181,14 +181,14 @@ def _refuse_rows(table: LabelledTexts, problems: Mapping[int, str], why: str) ->
     refuse(why, [f"{table.where(row)}: {problem}" for row, problem in problems.items()])
 
 
-def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
+def number_labels(table: LabelledTexts, labels: Sequence[str], split: str) -> NDArray[np.integer]:
     """Return each row's index into ``known``, or raise with every row of another label."""
-    index = {label: number for number, label in enumerate(known)}
+    index = {label: number for number, label in enumerate(labels)}
     foreign = {i: f"label {name!r}" for i, name in enumerate(table.labels) if name not in index}
     _refuse_rows(
         table,
         foreign,
-        f"{split} has labels that train does not have; known: {', '.join(map(repr, known))};"
+        f"{split} has labels that train does not have; known: {', '.join(map(repr, labels))};"
         " correct the rows, or give another train file",
     )
     return np.array([index[label] for label in table.labels], dtype=np.int64)

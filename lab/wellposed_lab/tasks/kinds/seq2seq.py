@@ -129,14 +129,14 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
             f"{split}: texts have more tokens than the model has positions, max_tokens = {limit};"
             f" {self.remedy} (the longest has {longest}) or give overflow={self.shortened!r}",
             [
-                f"{self._place(split, texts, index, side)}: {sizes[side][index]} tokens"
+                f"{self._location(split, texts, index, side)}: {sizes[side][index]} tokens"
                 for index in np.flatnonzero(np.maximum(*sizes) > limit).tolist()
                 for side in (0, 1)
                 if sizes[side][index] > limit
             ],
         )
 
-    def _place(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
+    def _location(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
         """Return the place of a text; side 0 is the source."""
         del split
         return texts.where(index, side)

@@ -95,9 +95,9 @@ def certify_runs(
     """
     measured = []
     for folder in folders:
-        known = read_certified(folder, run_date=_date(folder))
+        record = read_certified(folder, run_date=_date(folder))
         made_by = key(folder, task, examples=examples, attack_steps=attack_steps)
-        if known is None or known.made_by != made_by or known.shares != list(shares):
+        if record is None or record.made_by != made_by or record.shares != list(shares):
             announce(f"certified accuracy of {folder}")
             model, _ = load_run_model(folder)
             if not has_certified_accuracy(model):
@@ -111,8 +111,8 @@ def certify_runs(
             bound = best_certificate(model, longest)
             asked = {"radii": shares, "in_tokens": True, "attack_steps": attack_steps}
             curve = certified_accuracy(model, batches, bound, **asked)
-            known = keep(folder, curve, shares, made_by)
-        measured.append(known)
+            record = keep(folder, curve, shares, made_by)
+        measured.append(record)
     return measured
 
 

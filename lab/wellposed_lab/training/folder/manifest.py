@@ -51,8 +51,8 @@ def verify(folder: Path, advice: str, *, needed: Names = (), only: Names | None 
         manifest = from_json(path.read_bytes())
         files = manifest["files"].items()
         entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files}
-        known = manifest["format"] == FORMAT and set(needed) <= set(entries)
-        if not known or any(os.sep in name for name in entries):
+        is_readable = manifest["format"] == FORMAT and set(needed) <= set(entries)
+        if not is_readable or any(os.sep in name for name in entries):
             raise ValueError(f"not a manifest of format {FORMAT}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{path}: unreadable manifest ({type(error).__name__}: {error})"

@@ -67,8 +67,10 @@ def read_result(run_folder: Path) -> RunResult | None:
         values = from_json(path.read_bytes())
         info = values["train_info"]
         metrics = values["results"][values["task"]]
-        known = info["status"] in EXIT_CODES and values["config"]["train"]["steps"] >= 0
-        if not known or not all(isinstance(item, int | float | None) for item in metrics.values()):
+        is_readable = info["status"] in EXIT_CODES and values["config"]["train"]["steps"] >= 0
+        if not is_readable or not all(
+            isinstance(item, int | float | None) for item in metrics.values()
+        ):
             raise TypeError("a value of another type")
         return RunResult(info["status"], run_folder, values, str(info.get("reason", "")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -36,8 +36,10 @@ def name_our_classes(folder: Path, model: Any) -> None:
     auto_map = {"auto_map": {auto: f"{MODULE}.{name}" for auto, name in names.items()}}
     atomic.write_synced(path, to_json(json.loads(path.read_bytes()) | auto_map, indent=2))
     imports = "\n".join(f"from wellposed.models import {name} as {name}" for name in names.values())
-    says = '"""The classes of this model are in the package wellposed; this file imports them."""'
-    atomic.write_synced(folder / f"{MODULE}.py", f"{says}\n\n{imports}\n".encode())
+    docstring = (
+        '"""The classes of this model are in the package wellposed; this file imports them."""'
+    )
+    atomic.write_synced(folder / f"{MODULE}.py", f"{docstring}\n\n{imports}\n".encode())
 
 
 CARD = "README.md"

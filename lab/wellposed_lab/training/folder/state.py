@@ -87,10 +87,10 @@ class TrainerState:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str) -> TrainerState:
         """Rebuild from the values of a checkpoint; other fields are a `CheckpointError`."""
-        known = {item.name for item in dataclasses.fields(cls)}
+        field_names = {item.name for item in dataclasses.fields(cls)}
         values = {name: value for name, value in values.items() if name not in GONE}
-        different = set(values) ^ known
-        if different - (known & set(ADDED)):
+        different = set(values) ^ field_names
+        if different - (field_names & set(ADDED)):
             raise CheckpointError(
                 f"{where}: fields {sorted(different)} differ from what this version"
                 " reads; continue with the version of wellposed that wrote it"

@@ -219,10 +219,10 @@ class Run:
             return
         from wellposed.measurement import worst_vitals
 
-        known = len(monitor.alarms)
+        alarms_before = len(monitor.alarms)
         vitals = monitor.step()
         step = monitor.steps
-        new = monitor.alarms[known:]
+        new = monitor.alarms[alarms_before:]
         finite = {name: value for name, value in vitals.items() if math.isfinite(value)}
         if finite:
             self.add_row({"step": step, "split": "monitor", **worst_vitals(finite), **finite})

@@ -186,9 +186,9 @@ class L2SelfAttention(CheckedModule):
 
     def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> l2_bound.UnitWeights:
         weights = (self.q_proj.weight, self.o_proj.weight, self.v_proj.weight)
-        known = None if layers is None else layers[0]
+        first_layer = None if layers is None else layers[0]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            return l2_bound.UnitWeights(*weights, num_heads=self.num_heads, by_call=known)
+            return l2_bound.UnitWeights(*weights, num_heads=self.num_heads, by_call=first_layer)
 
     def forward(
         self,

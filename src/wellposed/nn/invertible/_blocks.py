@@ -278,7 +278,7 @@ def _vectors(x: Tensor, probes: int | None, seed: int) -> Tensor:
 
 
 @contextmanager
-def frozen(module: nn.Module, known: Mapping[int, Any] | None = None) -> Iterator[None]:
+def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> Iterator[None]:
     """Promise that no weight changes inside, so that layers normalise by their weights only once.
 
     ``known`` maps ids of such layers to values that their ``frozen`` takes.
@@ -287,7 +287,9 @@ def frozen(module: nn.Module, known: Mapping[int, Any] | None = None) -> Iterato
         for part in module.modules():
             freeze = getattr(part, "frozen", None)
             if callable(freeze):
-                arguments = [known[id(part)]] if known and id(part) in known else []
+                arguments = (
+                    [arguments_of[id(part)]] if arguments_of and id(part) in arguments_of else []
+                )
                 stack.enter_context(freeze(*arguments))  # type: ignore[arg-type]
         yield
 
@@ -456,11 +458,11 @@ class ReversibleSequential(CheckedModule):
             y, report = self._invert(block, y, options, tol=tol)
             error = error_in_x(error, report.contraction, block, y) + report.error_bound
             reports.append(report)
-        known = len({report.norm for report in reports}) == 1
+        is_one_norm = len({report.norm for report in reports}) == 1
         return y, Inversion(
             iterations=sum(report.iterations for report in reports),
             residual=max(report.residual for report in reports),
-            error_bound=error if known else float("inf"),
+            error_bound=error if is_one_norm else float("inf"),
             contraction=max(report.contraction for report in reports),
             norm=reports[0].norm,
             blocks=tuple(reversed(reports)),
@@ -573,8 +575,8 @@ class _Rebuild(torch.autograd.Function):
                 for parameter, gradient in zip(parameters, gradients[1:], strict=True):
                     if gradient is not None:
                         # A weight that several blocks share occurs several times.
-                        known = totals.get(id(parameter))
-                        totals[id(parameter)] = gradient if known is None else known + gradient
+                        total = totals.get(id(parameter))
+                        totals[id(parameter)] = gradient if total is None else total + gradient
         error = sample_norms(y.detach() - x, 2)
         size = sample_norms(x, 2)
         sizes = size.clamp_min(torch.finfo(x.dtype).tiny)

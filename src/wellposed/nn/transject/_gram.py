@@ -28,12 +28,12 @@ class TransJectCache:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.kept: dict[Hashable, Tensor] = {}
+        self.last_sums: dict[Hashable, Tensor] = {}
         """Running sums and maxima at the last token, (batch, ...) each."""
 
     def check_batch(self, batch: int) -> None:
         """Raise `ShapeError` if the cache has another batch size; one row may serve many."""
-        wrong = sorted({len(part) for part in self.kept.values()} - {1, batch})
+        wrong = sorted({len(part) for part in self.last_sums.values()} - {1, batch})
         if wrong:
             raise ShapeError(
                 f"TransJectCache: received {batch} sequences, but the cache is for {wrong[0]};"
@@ -44,14 +44,14 @@ class TransJectCache:
         self, name: Hashable, running: Tensor, join: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         """Join stored values to running values (batch, tokens, ...); keep the last."""
-        if name in self.kept:
-            running = join(running, self.kept[name].unsqueeze(1))
-        self.kept[name] = running[:, -1].detach()
+        if name in self.last_sums:
+            running = join(running, self.last_sums[name].unsqueeze(1))
+        self.last_sums[name] = running[:, -1].detach()
         return running
 
     def reorder_(self, rows: Tensor) -> TransJectCache:
         """Keep the sequences `rows` (int, (new batch,)), as in beam search; rows may repeat."""
-        self.kept = {name: part.index_select(0, rows) for name, part in self.kept.items()}
+        self.last_sums = {name: part.index_select(0, rows) for name, part in self.last_sums.items()}
         return self
 
 
