@@ -204,9 +204,16 @@ def compare_seeds(
         return paired_comparison(values, first, higher_is_better=higher_is_better)
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean = mean_and_standard_error(differences)[0] if shared else None
-    nothing = (None, None, None, None)
-    why = "; ".join(obstacles)
-    return PairedComparison(len(shared), mean, *nothing, higher_is_better, why)
+    return PairedComparison(
+        pairs=len(shared),
+        mean_difference=mean,
+        standard_error=None,
+        t_statistic=None,
+        p_value=None,
+        p_holm=None,
+        higher_is_better=higher_is_better,
+        obstacle="; ".join(obstacles),
+    )
 
 
 def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:

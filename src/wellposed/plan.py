@@ -157,9 +157,16 @@ def counted_plan(
     with patch.object(torch, "autocast", _Autocast), Meter(ranks) as meter:
         functional_call(caller, empty, ())
     per_token = model_flops_per_token(model)
-    flops = (meter.flops,) * ranks
-    cost = dict(meter.collectives), round(meter.sent_bytes), 0, meter.peak_bytes
-    return Plan(verb, counted_kinds(matrices), flops, per_token, (), *cost, notes)
+    return Plan(
+        verb,
+        counted_kinds(matrices),
+        flops_by_rank=(meter.flops,) * ranks,
+        model_flops_per_token=per_token,
+        collectives=dict(meter.collectives),
+        sent_bytes=round(meter.sent_bytes),
+        peak_bytes=meter.peak_bytes,
+        notes=notes,
+    )
 
 
 class Meter(TorchDispatchMode):

@@ -107,8 +107,13 @@ def _train_together(
     error is raised when the others have finished."""
     from wellposed_lab.training.folder.result import read_result
 
-    numbers = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
-    shared = Shared(planned, settings, *numbers, SPAWN.SimpleQueue())
+    shared = Shared(
+        planned,
+        settings,
+        begun=SPAWN.Value("i", 0),
+        ended=SPAWN.Array("b", len(planned)),
+        errors=SPAWN.SimpleQueue(),
+    )
     announced = started = 0
 
     def results() -> Iterator[RunResult]:

@@ -92,8 +92,10 @@ def differences_figure(
             series.append(Series(variant, [index], [middle], mark, numbers[variant], errors))
         axis = f"difference; {'higher' if mine[0]['higher_is_better'] else 'lower'} is better"
         look: Any = {"names": [""] * len(mine), "y_limits": (-reach, reach), "level": (first, 0.0)}
-        labels = metric_words(metric), "variant, in the order of the legend", axis
-        panels.append(Panel(*labels, series, **look))
+        panel = Panel(
+            metric_words(metric), "variant, in the order of the legend", axis, series, **look
+        )
+        panels.append(panel)
     caption = (
         "Lines are 95 % intervals of the mean difference over the seeds that a variant shares with the"
         " first, without correction; intervals may extend beyond the edge. A mark is filled if the"

@@ -436,8 +436,8 @@ def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedR
         newest[key] = max(newest.get(key, run), run, key=_rank)
     chosen = {id(run) for run in newest.values()}
     repeated = [run for run in runs if id(run) not in chosen and run.failure is None]
-    why = "repeated", "a newer run has the same configuration"
-    excluded = [ExcludedRun.of(run, *why) for run in repeated]
+    reason = "a newer run has the same configuration"
+    excluded = [ExcludedRun.of(run, "repeated", reason) for run in repeated]
     return [run for run in runs if id(run) in chosen], excluded
 
 

@@ -385,8 +385,9 @@ def _kept_in_graph(output: Tensor) -> tuple[ScaledDotProductCall, Tensor] | None
     if node is None or query is None or sums is None or hook is not None:
         return None
     mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
-    arguments = (node._saved_query, node._saved_key, mask, node._saved_is_causal)
-    call = ScaledDotProductCall(*arguments, node._saved_scale)
+    call = ScaledDotProductCall(
+        node._saved_query, node._saved_key, mask, node._saved_is_causal, node._saved_scale
+    )
     sums = node._saved_logsumexp
     return (call, sums) if sums.shape == call.query.shape[:-1] else None
 

@@ -190,8 +190,9 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         if mark is not None:
             batch[name] = torch.nn.functional.pad(batch[name], (1, 0), value=mark)
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
-        batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}
+        channels = getattr(config, "num_channels", 3)
+        side = config.image_size
+        batch = {name: torch.linspace(-1, 1, channels * side**2).reshape(1, channels, side, side)}
     else:
         return None
     if type(model).__name__.endswith("PairClassification"):

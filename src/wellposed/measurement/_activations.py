@@ -137,16 +137,17 @@ def _points(roles: Roles) -> list[_Point]:
         attention[path] = _Point(role.stack, role.layer, kind, path, role.path)
     points: dict[str, _Point] = {}
     for network in roles.feedforward:
-        number = (network.stack, network.layer)
-        same_number = [point for point in attention.values() if point[:2] == number]
+        stack = network.stack
+        number = network.layer
+        same_number = [point for point in attention.values() if point[:2] == (stack, number)]
         layers = [".".join(shared_segments(point.module, network.path)) for point in same_number]
         layer = max(layers, key=len, default=None)
         near = zip(same_number, layers, strict=True)
         points |= {point.path: point for point, path in near if path == layer}
         if network.path != layer:
-            points[network.path] = _Point(*number, "feedforward", network.path, network.path)
+            points[network.path] = _Point(stack, number, "feedforward", network.path, network.path)
         if layer is not None:
-            points[layer] = _Point(*number, "layer", layer, layer)
+            points[layer] = _Point(stack, number, "layer", layer, layer)
     for path, point in attention.items():
         points.setdefault(path, point)
     return [*points.values()]

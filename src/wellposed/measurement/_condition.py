@@ -96,8 +96,16 @@ class StackedCondition:
             key=lambda i: (sides[i][0], *kinds[i]),
             size=lambda i: 1 if self._on_threads else ENTRIES // max(1, sides[i][0] ** 2),
         )
-        of_shape = (lambda i: sides[i][1], lambda i: ENTRIES // max(1, math.prod(sides[i])))
-        parts = [[*in_stacks(group, *of_shape)] for group in groups]
+        parts = [
+            [
+                *in_stacks(
+                    group,
+                    key=lambda i: sides[i][1],
+                    size=lambda i: ENTRIES // max(1, math.prod(sides[i])),
+                )
+            ]
+            for group in groups
+        ]
         with full_precision(*{device.type for _, device in kinds}):
             self._stacks = mapped(self._stack, parts, on_threads=self._on_threads)
         return [number for stack in self._stacks for number in stack.numbers]

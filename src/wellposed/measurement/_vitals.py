@@ -126,8 +126,12 @@ class VitalSigns:
         with all_or_nothing() as undo:
             undo.later(self.remove)
             hooks.begin_eager(self)
-            watched = (self._model, self._roles.attention, self._attended)
-            watcher = hooks.AttentionWatcher(*watched, wanted=lambda _: self._counts())
+            watcher = hooks.AttentionWatcher(
+                self._model,
+                self._roles.attention,
+                self._attended,
+                wanted=lambda _: self._counts(),
+            )
             self._handles.append(watcher)
             for path, module in self._model.named_modules():
                 hook = hooks.ObservingHook(self._returned, path)

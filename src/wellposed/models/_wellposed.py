@@ -188,8 +188,9 @@ class WellposedBody(WellposedPreTrainedModel):
         # In a causal decoder, padding on the right needs no mask.
         if ids is not None and on_host(ids) and not memory:
             self.warn_if_padding_and_no_attention_mask(ids, inputs.attention_mask)
-        sizes = read.length, read.num_keys
-        mask = make_mask(read.padding, self.is_causal, *sizes, read.positions.device)
+        mask = make_mask(
+            read.padding, self.is_causal, read.length, read.num_keys, read.positions.device
+        )
         x = self.embeddings(ids, read.positions, inputs.inputs_embeds, table=table)
         states = [x]
         keep = self.keeps_states(inputs)

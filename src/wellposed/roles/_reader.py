@@ -323,8 +323,10 @@ class Reader:
         for role, projection in projections.items():
             for view in projection.views if projection else ():
                 located = LocatedModule(view.owner_path, view.owner, self.model)
-                where = located.stack, located.layer, located.path
-                weights.append(RoleWeight(role.split()[0], *where, view, "self"))
+                weight = RoleWeight(
+                    role.split()[0], located.stack, located.layer, located.path, view, "self"
+                )
+                weights.append(weight)
         names = ", ".join(weight.view.label for weight in weights)
         text = f"an attention call{f' of {names}' if names else ''}: its {', '.join(missing)} is no"
         self.incomplete[f"{text} product with one parameter"] = tuple(weights)

@@ -244,8 +244,8 @@ def figure_7(request: Request) -> Reproduction:
         )
     logs = _misfit(rows, math.log)
     roots = _misfit(rows, math.sqrt)
-    columns = ("upper_kim", "upper", "lower", "lower_fifth")
-    panels = [_bounds("Lip_2 of L2 attention, H = D = 1", rows, *columns)]
+    title = "Lip_2 of L2 attention, H = D = 1"
+    panels = [_bounds(title, rows, "upper_kim", "upper", "lower", "lower_fifth")]
     got = (
         f"lower bound {rows[0]['lower']:.2f} at N = {lengths[0]}, {rows[-1]['lower']:.2f} at N"
         f" = {lengths[-1]}; as a line in ln N it misses by {logs:.3f}, in sqrt N by {roots:.3f}"

@@ -146,7 +146,12 @@ class MarkedTask(ClassificationTask):
         source = f"{options.question} of {options.words} words in {options.slots} slots"
         digest = hashlib.sha256(written.encode()).hexdigest()
         bag = round(bag_accuracy(rows[-sizes["test"] :]), 4)
-        facts = source, GENERATOR_VERSION, options.data_seed, digest
-        described = drawn_facts(*facts, best_accuracy_from_the_bag_of_words=bag)
+        described = drawn_facts(
+            source,
+            GENERATOR_VERSION,
+            options.data_seed,
+            digest,
+            best_accuracy_from_the_bag_of_words=bag,
+        )
         labels = options.answers
         super().__init__(encoder=encoder, examples=examples, labels=labels, described=described)

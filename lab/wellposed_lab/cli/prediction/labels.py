@@ -92,8 +92,12 @@ def encode_lines(
         empty = numbers[lengths.index(0)]
         raise ShapeError(f"line {empty}: no {unit}, expected a text of 1 {unit} or more")
     if of_windows:
-        options = model.config.word_tokens, model.config.word_mark
-        ids = encode_words(tokenizer, [line[:limit] for line in read], *options)
+        ids = encode_words(
+            tokenizer,
+            [line[:limit] for line in read],
+            model.config.word_tokens,
+            model.config.word_mark,
+        )
         return pad_examples([{"input_ids": row} for row in ids], pad_id=tokenizer.pad_token_id), cut
     can_pad = tokenizer.pad_token is not None
     if not can_pad and texts[1:]:

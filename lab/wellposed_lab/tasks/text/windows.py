@@ -45,8 +45,10 @@ class WindowEncoder(TextEncoder):
         most = max_length or max(lengths, default=1)
         tokenizer = self.inner.tokenizer(max_length=most)
         rows = [row[:most] for row in words]
-        options = self.windows["word_tokens"], self.windows["word_mark"]
-        ids = Ragged.from_lists(encode_words(tokenizer, rows, *options))
+        encoded = encode_words(
+            tokenizer, rows, self.windows["word_tokens"], self.windows["word_mark"]
+        )
+        ids = Ragged.from_lists(encoded)
         return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
 
     def tokenizer(self, *, max_length: int) -> Any:

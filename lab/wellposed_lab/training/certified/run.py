@@ -172,9 +172,15 @@ def keep_words(folder: Path, accuracy: WordAccuracy, split: Split) -> None:
     if accuracy.reason:
         certified[1:] = [0.0] * (len(certified) - 1)
     if len(counts) > 1:
-        texts = accuracy.texts
-        shares = (counts, certified, attacked)
-        run = record.CertifiedWords(_date(folder), split, texts, *shares, accuracy.first_texts)
+        run = record.CertifiedWords(
+            run_date=_date(folder),
+            split=split,
+            examples=accuracy.texts,
+            counts=counts,
+            certified=certified,
+            attacked=attacked,
+            first_texts=accuracy.first_texts,
+        )
         data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
         atomic.replace_file(folder / record.WORDS_NAME, data)
 

@@ -115,8 +115,9 @@ def layer_at_fault(run: Run, again: Iterable[Batch], *, training: bool) -> Blame
 
     def losses(batch: Batch) -> Mapping[str, Any]:
         batch = batches.to_device(batch, run.parts.accelerator.device)
-        inputs = (model, model, run.task, batch, run.options)
-        loss, _, auxiliary = steps.training_loss(*inputs, progress=run.progress_of_step())
+        loss, _, auxiliary = steps.training_loss(
+            model, model, run.task, batch, run.options, progress=run.progress_of_step()
+        )
         extra = None if penalty is None else penalty()
         terms = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
         return {name: value for name, value in terms.items() if value is not None}

@@ -116,8 +116,9 @@ class Run:
         # Dropout must not depend on the random numbers that a variant drew for its weights.
         torch.manual_seed(derived_seed(self.options.seed, draws))
         if checkpoint is not None:
-            targets = (checkpoint, parts.model, parts.optimizer)
-            self.state = checkpoints.load_checkpoint(*targets, rank=rank)
+            self.state = checkpoints.load_checkpoint(
+                checkpoint, parts.model, parts.optimizer, rank=rank
+            )
             self._saved = self._moment
             if parts.monitor is not None:
                 parts.monitor.steps = self.state.step

@@ -154,8 +154,9 @@ def compute_gradients(
         # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for
         # the last micro-batch.
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
-            inputs = (model, accelerator.unwrap_model(model), task, batch, options)
-            batch_sum, count, auxiliary = training_loss(*inputs, progress=progress)
+            batch_sum, count, auxiliary = training_loss(
+                model, accelerator.unwrap_model(model), task, batch, options, progress=progress
+            )
             loss = batch_sum * per_target
             if penalty is not None:
                 value = penalty()

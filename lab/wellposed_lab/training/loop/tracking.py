@@ -117,9 +117,14 @@ class Progress:
             from rich.progress import Progress as Bar
 
             numbers = "loss {task.fields[loss]} {task.fields[speed]} tokens/s eta"
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            columns += (TextColumn(numbers), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(numbers),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
             fields = {"total": self._steps, "loss": "-", "speed": "-"}
             self._task = self._bar.add_task(self._description, **fields)
             self._bar.start()

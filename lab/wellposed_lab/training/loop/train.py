@@ -156,8 +156,9 @@ def train(
                 trackers.logger.warning("%s: failed: %s", out, error)
             folder.enter(config, resume)
             folder.record_start(environment, 0)
-            failure = ("failed", config, task, TrainerState(), environment)
-            values = results.describe_result(*failure, message=str(error))
+            values = results.describe_result(
+                "failed", config, task, TrainerState(), environment, message=str(error)
+            )
             return folder.end(results.RunResult("failed", out, values, str(error)))
 
 

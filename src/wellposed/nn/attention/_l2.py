@@ -185,10 +185,15 @@ class L2SelfAttention(CheckedModule):
             return query @ value.mT / math.sqrt(self.head_dim)
 
     def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> l2_bound.UnitWeights:
-        weights = (self.q_proj.weight, self.o_proj.weight, self.v_proj.weight)
         first_layer = None if layers is None else layers[0]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
-            return l2_bound.UnitWeights(*weights, num_heads=self.num_heads, by_call=first_layer)
+            return l2_bound.UnitWeights(
+                self.q_proj.weight,
+                self.o_proj.weight,
+                self.v_proj.weight,
+                num_heads=self.num_heads,
+                by_call=first_layer,
+            )
 
     def forward(
         self,
@@ -229,9 +234,10 @@ class L2SelfAttention(CheckedModule):
             value = key if shares else value
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
         if self.contractive is not None:
-            lengths = (query.shape[-2], key.shape[-2])
             division: Any = torch.compiler.disable(self._contraction)
-            read, mixing, factor = division(key_padding_mask, is_causal, *lengths)
+            read, mixing, factor = division(
+                key_padding_mask, is_causal, query.shape[-2], key.shape[-2]
+            )
             heads = (heads / read).to(heads.dtype) @ mixing
             heads = (heads * factor).to(heads.dtype)
         elif self.tied:
