@@ -35,7 +35,8 @@ def problem_type(config: Any) -> str:
 def check_single_label(model: Any, asked: str) -> None:
     """Raise `ConfigError` if a head does not choose one label; ``asked`` starts the message."""
     config = getattr(model, "config", None)
-    if config is not None and (kind := problem_type(config)) != SINGLE:
+    kind = SINGLE if config is None else problem_type(config)
+    if kind != SINGLE:
         raise ConfigError(
             f"{asked} is for heads that choose one label, and this model's problem_type is {kind};"
             " only the Lipschitz bound of `wellposed certify MODEL` holds for it"

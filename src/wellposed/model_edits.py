@@ -38,7 +38,8 @@ ATTENTIONS = ("wellposed_l2", "wellposed_cosine")
 def parts_of(config: Any) -> Iterator[tuple[str, Any]]:
     """Yield the configurations inside that of a composite model, with their names."""
     for name in getattr(config, "sub_configs", {}):
-        if hasattr(part := getattr(config, name, None), "sub_configs"):
+        part = getattr(config, name, None)
+        if hasattr(part, "sub_configs"):
             yield name, part
 
 

@@ -443,7 +443,7 @@ def spanned(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
 
 
-def mean_with_error(values: Sequence[float], digits: int = 2) -> str:
+def mean_se(values: Sequence[float], digits: int = 2) -> str:
     """Return mean and standard error as text, as ``1.25 +- 0.25``; the mean alone without error."""
     mean, error = mean_and_error(values)
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" +- {error:.{digits}f}")

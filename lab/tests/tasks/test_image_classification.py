@@ -77,7 +77,7 @@ def test_what_is_not_kept_is_made_again(folder, monkeypatch):
     few = build(folder)
     assert torch.equal(first, pixels(few))
     assert torch.equal(first, pixels(few))
-    assert len(few._kept) == 2
+    assert len(few._cached_pixels) == 2
 
 
 def test_folders_are_read_as_imagefolder_reads_them(tmp_path):

@@ -89,8 +89,12 @@ def check_options(
             )
         problems += [f"{spec}: {', '.join(lines.values())}"] if lines else []
     asked, before = (flat_options((config or base).to_dict()) for config in (base, asked_of))
-    unread = set(asked).intersection(*replaced.values())
-    if unread := sorted(k for k in unread if asked[k] != before.get(k)):
+    unread = sorted(
+        name
+        for name in set(asked).intersection(*replaced.values())
+        if asked[name] != before.get(name)
+    )
+    if unread:
         names = ", ".join(f"{name} = {asked[name]!r}" for name in unread)
         raise ConfigError(f"{names}: no variant of {', '.join(variants)} reads it; leave it out")
     return problems
@@ -155,7 +159,8 @@ def _value(spec: str, name: str, text: str, variant: Variant) -> float | str:
     if parameters[1].annotation in (str, "str"):
         return text
     with suppress(ValueError):
-        if math.isfinite(value := float(text)):
+        value = float(text)
+        if math.isfinite(value):
             return value
     received = f"{parameters[1].name} must be a finite number, received {text[:40]!r}"
     problem = f"{received}; write {name}:1e-2, for instance"

@@ -394,7 +394,8 @@ def _task_settings(run: Run) -> dict[str, Any]:
 def _variant_settings(run: Run) -> dict[str, Any]:
     config = run.result["config"]
     apart = ("task", "task_options", "variant")
-    if _WINDOWS in (options := config.get("task_options") or {}):
+    options = config.get("task_options") or {}
+    if _WINDOWS in options:
         config = {_WINDOWS: options[_WINDOWS], **config}
     settings = flat_options({key: value for key, value in config.items() if key not in apart})
     settings.pop("train.seed", None)

@@ -179,7 +179,7 @@ def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figur
         rows: list[dict[str, Any]] = []
         measured: list[Any] = []
         for variant, runs in groups.items():
-            mine = [record for run in runs if (record := getattr(run, part))]
+            mine = [getattr(run, part) for run in runs if getattr(run, part)]
             measured += mine
             fixed = {"variant": variant, "seeds": len(mine)}
             pairs = [zip(run.certified, run.attacked, strict=True) for run in mine]

@@ -44,11 +44,16 @@ class Run:
 
     def calls_of(self, index: int) -> list[tuple[AttentionCall, Tensor]]:
         """Return the calls of one role."""
-        known = [call for call in self.calls if not isinstance(call[0][index], SoftmaxCall)]
+        without_softmax = [
+            call for call in self.calls if not isinstance(call[0][index], SoftmaxCall)
+        ]
         if len(self.roles) > 1:
-            complete = (calls for calls in (known, self.calls) if len(calls) == len(self.roles))
-            known = next(complete, [])[index : index + 1]
-        chosen = known if known or len(self.roles) > 1 else self.calls
+            complete = (
+                calls for calls in (without_softmax, self.calls) if len(calls) == len(self.roles)
+            )
+            chosen = next(complete, [])[index : index + 1]
+        else:
+            chosen = without_softmax or self.calls
         pairs = ((calls[index], output) for calls, output in chosen)
         return [(call, output) for call, output in pairs if call is not None]
 

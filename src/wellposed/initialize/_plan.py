@@ -215,7 +215,8 @@ def check_not_sharded(model: nn.Module) -> None:
             "weights in shards cannot be drawn; initialise the model before fully_shard or"
             f" parallelize_module:\n{listed(sharded)}"
         )
-    if copied := [name for name, weight in model.named_parameters() if is_copied(weight)]:
+    copied = [name for name, weight in model.named_parameters() if is_copied(weight)]
+    if copied:
         raise ConfigError(
             "DeepSpeed ZeRO steps copies of these weights, which would replace drawn ones;"
             f" initialise the model before deepspeed.initialize:\n{listed(copied)}"

@@ -63,7 +63,8 @@ def say_lost_attention(kind: Any) -> None:
             logger.warning(
                 "%s.save_pretrained: these files do not carry the attention of %s; name it again after"
                 " loading, by set_attn_implementation or attn_implementation=",
-                *(type(self).__name__, shortened(lost)),
+                type(self).__name__,
+                shortened(lost),
             )
         return plain(self, *arguments, **options)
 

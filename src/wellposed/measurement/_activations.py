@@ -103,7 +103,8 @@ def _row(point: _Point, tokens: Sequence[Tensor], heads: Sequence[Tensor]) -> di
     row["mean_norm"] = (total.sum() / count.sum()).item() if is_seen else None
     row["max_norm"] = largest.amax().item() if is_seen else None
     row |= dict.fromkeys(PER_HEAD)
-    if heads and (sums := torch.stack([*heads]).sum(0))[3].any():
+    sums = torch.stack([*heads]).sum(0) if heads else None
+    if sums is not None and sums[3].any():
         means = sums[:3] / sums[[3, 3, 4]]
         row |= zip(PER_HEAD, means.tolist(), strict=True)
     return row

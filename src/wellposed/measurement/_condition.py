@@ -198,8 +198,11 @@ class StackedCondition:
         self._gathered = {}
         index = names.index("sigma_max")
         stored = [view.parameter_name for view in self._views]
-        broken = (n for n, line in zip(stored, lines, strict=True) if math.isnan(line[index]))
-        if broken := [*dict.fromkeys(broken)]:
+        is_broken = {
+            name for name, line in zip(stored, lines, strict=True) if math.isnan(line[index])
+        }
+        broken = [name for name in dict.fromkeys(stored) if name in is_broken]
+        if broken:
             problem = "these weights hold NaN or infinity and cannot be measured"
             raise ConvergenceError(f"{problem}:\n{listed(broken)}")
         rows: list[dict[str, Any]] = []

@@ -57,7 +57,8 @@ def monitor_figure(rows: Rows, limits: Mapping[str, float], path: Path | None = 
     """Draw the panels of all numbers that were measured; save them at ``path`` if it is one."""
     if path is not None and path.suffix not in (".svg", ".png"):
         raise ConfigError(f"{path}: expected .svg or .png, received suffix {path.suffix!r}")
-    drawn = [(panel, curves) for panel in PANELS if (curves := curves_of(rows, panel))]
+    curves_by_panel = [(panel, curves_of(rows, panel)) for panel in PANELS]
+    drawn = [(panel, curves) for panel, curves in curves_by_panel if curves]
     if not drawn:
         raise ConfigError(
             "plot: nothing was measured yet; call monitor.step() after each optimizer.step()"

@@ -366,7 +366,8 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
         top = top[..., 0]
         if call.masked_row > -math.inf:
             top = threshold(top, call.masked_row, -math.inf)
-        total = (shares := logits.exp()).sum(-1)
+        shares = logits.exp()
+        total = shares.sum(-1)
         entropy = total.log().addcdiv_(logits.mul_(shares).sum(-1), total, value=-1.0)
         sums = [values.sum((1, 3)) for values in (entropy.minimum(most), most)]
         vectors = stacks if is_product else []
@@ -408,8 +409,8 @@ def _of_step(numbers: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, fl
     for (kind, name), value in numbers.items():
         if kind == "grad_norm":
             yield f"vital/{name}/grad_norm", value / numbers.get(("grad_scale", ""), 1.0)
-        elif kind == "update" and (size := numbers["size", name]) > 0:
-            yield f"vital/{name}/update", value / size
+        elif kind == "update" and numbers["size", name] > 0:
+            yield f"vital/{name}/update", value / numbers["size", name]
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -76,7 +76,8 @@ def card_text(
         f"- class: `{type(model).__name__}`, {weights:,} parameters, {', '.join(dtypes)}",
         f"- made with: wellposed {__version__}, transformers {transformers.__version__}",
     ]
-    if (attention := attention_of(model.config)) is not None:
+    attention = attention_of(model.config)
+    if attention is not None:
         facts.append(f"- attention: `{attention}` instead of dot-product attention")
     parts = ["\n".join(facts), *_constrained(model, constraints), *_certified(model, certificate)]
     return "\n\n".join([*parts, *loading_lines(model, name)])

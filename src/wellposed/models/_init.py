@@ -58,7 +58,8 @@ def xavier_(module: nn.Module, config: Any) -> None:
 def reset_(module: nn.Module) -> None:
     """Reset a module that has parameters or buffers outside its children to its defaults."""
     state = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if state and callable(reset := getattr(module, "reset_parameters", None)):
+    reset = getattr(module, "reset_parameters", None)
+    if state and callable(reset):
         reset()
 
 

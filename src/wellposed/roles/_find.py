@@ -392,8 +392,9 @@ def _embedding_roles(
     """Return the tables of the pass or of names; only names tell segments from tokens."""
     kinds: dict[int, Kind] = {id(table.weight.parameter): table.kind for table in by_pass}
     with suppress(AttributeError, NotImplementedError):  # not every model names its table
-        if is_table(own_table := cast(Any, model).get_input_embeddings()):
-            kinds[id(own_table.weight)] = "token"
+        input_table = cast(Any, model).get_input_embeddings()
+        if is_table(input_table):
+            kinds[id(input_table.weight)] = "token"
     tables: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
         looked_up = is_table(module)

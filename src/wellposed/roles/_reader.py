@@ -160,7 +160,10 @@ class Reader:
         if len(above) != 1 or type(above[0]) is not Cut or id(down) in self.used:
             return
         ups = self.record.above(above[0].source, limit=1)
-        if len(ups) == 1 and isinstance(up := ups[0], Product) and id(up) not in self.used:
+        if len(ups) != 1:
+            return
+        up = ups[0]
+        if isinstance(up, Product) and id(up) not in self.used:
             self.convolved.append((up.view, down.view))
 
     def _scales_positions(self, down: Product) -> bool:

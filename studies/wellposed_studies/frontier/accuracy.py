@@ -36,7 +36,7 @@ from wellposed_studies.study import (
     folder_name,
     judged,
     mean_and_error,
-    mean_with_error,
+    mean_se,
     minus,
     sizes_at,
     train_grid,
@@ -311,7 +311,7 @@ def _summary(curves: Curves) -> str:
     radius = RADII[curves.task]
     return (
         f"{curves.task}, {curves.label} (rate {curves.tuned.rate:g}):"
-        f" {mean_with_error(curves.column(ACCURACY), 3)} clean, {mean_with_error(curves.at(radius), 3)} certified at"
+        f" {mean_se(curves.column(ACCURACY), 3)} clean, {mean_se(curves.at(radius), 3)} certified at"
         f" {radius:g}"
     )
 
@@ -320,8 +320,8 @@ def _evidence_summary(evidence: Evidence) -> str:
     difference = minus(evidence.accuracy, evidence.plain[evidence.better_plain])
     return (
         f"{evidence.corpus}: {JUDGED} minus {evidence.better_plain}"
-        f" {mean_with_error(difference, 3)},"
-        f" {mean_with_error(evidence.certified, 3)} of {evidence.examples} certified at"
+        f" {mean_se(difference, 3)},"
+        f" {mean_se(evidence.certified, 3)} of {evidence.examples} certified at"
         f" {RADII[evidence.corpus]:g}, {evidence.fallen} of {evidence.attacked} attacked certified examples"
         " fell"
     )

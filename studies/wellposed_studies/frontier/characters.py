@@ -20,7 +20,7 @@ from wellposed_studies.study import (
     Sizes,
     folder_name,
     judged,
-    mean_with_error,
+    mean_se,
     minus,
     run_config,
     sizes_at,
@@ -332,10 +332,10 @@ def _summary(model: Measured) -> str:
     ended = model.ended
     if not ended:
         return f"{model.label}: training failed"
-    accuracy = mean_with_error([result.accuracy for result in ended], 3)
-    sound = mean_with_error([result.sound for result in ended])
+    accuracy = mean_se([result.accuracy for result in ended], 3)
+    sound = mean_se([result.sound for result in ended])
     printed = [result.printed for result in ended if result.printed is not None]
-    about = f", printed {mean_with_error(printed)}" if printed else ""
+    about = f", printed {mean_se(printed)}" if printed else ""
     certified = ", ".join(
         f"{fmean(result.certified[index] for result in ended):.3f} at {SHARES[index]:g}"
         for index in range(1, len(SHARES))

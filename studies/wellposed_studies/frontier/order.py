@@ -19,7 +19,7 @@ from wellposed_studies.study import (
     folder_name,
     judged,
     listing,
-    mean_with_error,
+    mean_se,
     minus,
     run_config,
     sizes_at,
@@ -187,10 +187,10 @@ def _summary(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[f
         return f"{name}: no control falls to half of its clean accuracy"
     best = max(gains, key=lambda label: fmean(gains[label]))
     parts = [
-        f"at {radius:g} {mean_with_error(mine[best].at(radius))} of {best} is"
-        f" certified, {mean_with_error(mine[label].at(radius))} of {label}"
+        f"at {radius:g} {mean_se(mine[best].at(radius))} of {best} is"
+        f" certified, {mean_se(mine[label].at(radius))} of {label}"
         for label in controls
         if (radius := mine[label].half_radius())
     ]
-    clean = ", ".join(f"{label} {mean_with_error(curve.at(0.0))}" for label, curve in mine.items())
+    clean = ", ".join(f"{label} {mean_se(curve.at(0.0))}" for label, curve in mine.items())
     return f"{name}: clean {clean}; {', '.join(parts)}"

@@ -20,7 +20,7 @@ from wellposed_studies.study import (
     Sizes,
     folder_name,
     judged,
-    mean_with_error,
+    mean_se,
     run_config,
     sizes_at,
     train_grid,
@@ -131,8 +131,8 @@ def rates(request: Request) -> Reproduction:
         if label in RIVALS and rate == summaries[label]["rate"]
     ]
     texts = [
-        f"{label}: best {mean_with_error(summary['best'])} at {summary['rate']:g},"
-        f" sensitivity {mean_with_error(summary['sensitivity'])},"
+        f"{label}: best {mean_se(summary['best'])} at {summary['rate']:g},"
+        f" sensitivity {mean_se(summary['sensitivity'])},"
         f" {summary['near']:.0%} of the rates within {NEAR:g}"
         for label, summary in summaries.items()
     ]

@@ -27,8 +27,8 @@ from wellposed_studies.study import (
     curves,
     folder_name,
     judged,
+    mean_se,
     mean_series,
-    mean_with_error,
     minus,
     run_config,
     seed_results,
@@ -179,7 +179,7 @@ def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
 def about_length(runs: Trained) -> str:
     """Return the scores of the three Transformers after these steps, and the judged difference."""
     scores = ", ".join(f"{label} {_summary(runs[name])}" for name, label in TRANSFORMERS.items())
-    gains = mean_with_error(gains_over_norms(_bleu_by_model(runs)))
+    gains = mean_se(gains_over_norms(_bleu_by_model(runs)))
     return f"after {_steps(runs)} steps {scores}, T-Fixup less the better with LayerNorm {gains}"
 
 
@@ -313,7 +313,7 @@ def _steps(runs: Trained) -> int:
 
 
 def _summary(runs: Sequence[FinishedRun]) -> str:
-    return mean_with_error(_column(runs))
+    return mean_se(_column(runs))
 
 
 def _rows(name: str, best: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:

@@ -32,8 +32,8 @@ from wellposed_studies.study import (
     Sizes,
     folder_name,
     judged,
+    mean_se,
     mean_series,
-    mean_with_error,
     minus,
     sizes_at,
     train_grid,
@@ -277,12 +277,7 @@ def _summary(corpus: str, results: Sequence[Held]) -> str:
     mine = [result for result in results if result.corpus == corpus]
     sure = [result for result in mine if result.label not in ATTACKED]
     best = {k: max(sure, key=lambda result, k=k: fmean(result.at(k))) for k in COUNTS}
-    texts = [
-        f"{k} words: {result.label} {mean_with_error(result.at(k), 3)}"
-        for k, result in best.items()
-    ]
-    shares = {
-        result.label: ", ".join(mean_with_error(result.at(k), 3) for k in COUNTS) for result in mine
-    }
+    texts = [f"{k} words: {result.label} {mean_se(result.at(k), 3)}" for k, result in best.items()]
+    shares = {result.label: ", ".join(mean_se(result.at(k), 3) for k in COUNTS) for result in mine}
     others = "; ".join(f"{label}: {shares[label]}" for label in (BAG, *ATTACKED) if label in shares)
     return f"{corpus}: best at {'; '.join(texts)} (without a certificate under attack; {others})"

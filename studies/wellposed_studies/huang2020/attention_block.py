@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wellposed_lab.charts import Row, where
 from wellposed_studies.huang2020.step_change import step_change
 from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
-from wellposed_studies.study import exponent, log_panel, mean_with_error, proved, sweep
+from wellposed_studies.study import exponent, log_panel, mean_se, proved, sweep
 from wellposed_studies.verdicts import UNCERTAINTY, decided, every, within
 
 TOKENS = 16
@@ -70,7 +70,7 @@ def theorem_3_1(request: Request) -> Reproduction:
         for column in ("closed_form", "closed_form_as_printed")
     )
     texts = [
-        f"{setting}: {', '.join(f'{mean_with_error(powers[setting, d])} at d = {d}' for d in widths)}"
+        f"{setting}: {', '.join(f'{mean_se(powers[setting, d])} at d = {d}' for d in widths)}"
         for setting in SETTINGS
     ]
     panels = [
@@ -178,7 +178,7 @@ def gradients(request: Request) -> Reproduction:
         for size, column in itertools.product(_SIZES, (*_PRODUCTS, "m_over_x"))
     }
     got = "exponent of N: " + ", ".join(
-        f"{column.replace('_', ' ')} {mean_with_error(values)} ({size})"
+        f"{column.replace('_', ' ')} {mean_se(values)} ({size})"
         for (size, column), values in powers.items()
     )
     panels = [

@@ -13,7 +13,7 @@ from wellposed.models import build_model
 from wellposed_lab.charts import Row, where
 from wellposed_studies.huang2020.step_change import step_change
 from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
-from wellposed_studies.study import exponent, log_panel, mean_with_error, means, proved, spanned
+from wellposed_studies.study import exponent, log_panel, mean_se, means, proved, spanned
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, agreed, every, within
 
 STACKS = ("encoder", "decoder")
@@ -162,7 +162,7 @@ def updates(request: Request) -> Reproduction:
         return f"{label} {', '.join(texts)}"
 
     flat = powers(T_FIXUP)
-    slopes = ", ".join(f"{stack} {mean_with_error(values)}" for stack, values in flat.items())
+    slopes = ", ".join(f"{stack} {mean_se(values)}" for stack, values in flat.items())
     drawn = [row for row in rows if row[y] < _SHOWN["change"]]
     panels = [
         log_panel(stack, where(drawn, stack=stack), x, y, by="model") for stack in (ENCODER, WHOLE)

@@ -33,8 +33,8 @@ from wellposed_studies.study import (
     depths_trained,
     judged,
     listing,
+    mean_se,
     mean_series,
-    mean_with_error,
     median_seconds,
     minus,
     proved,
@@ -349,7 +349,7 @@ def _best_of_each(losses: Mapping[str, ByDepth]) -> str:
 
 
 def _in_nats(values: Sequence[float]) -> str:
-    return mean_with_error(values, 3) if all(map(math.isfinite, values)) else "diverged"
+    return mean_se(values, 3) if all(map(math.isfinite, values)) else "diverged"
 
 
 def _made(

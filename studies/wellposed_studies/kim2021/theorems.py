@@ -16,7 +16,7 @@ from wellposed.nn import L2SelfAttention
 from wellposed_lab.charts import Row, where
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
 from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
-from wellposed_studies.study import exponent, log_panel, mean_with_error, proved, spanned, sweep
+from wellposed_studies.study import exponent, log_panel, mean_se, proved, spanned, sweep
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, every, within
 
 NORMS: tuple[Literal["inf", 2], ...] = ("inf", 2)
@@ -117,8 +117,7 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
         for name, p in kinds
     ]
     texts = [
-        f"{name}, p = {p}: {mean_with_error(power)}"
-        for (name, p), power in zip(kinds, powers, strict=True)
+        f"{name}, p = {p}: {mean_se(power)}" for (name, p), power in zip(kinds, powers, strict=True)
     ]
     got = (
         f"power of the size of the input in the norm of the Jacobian, {'; '.join(texts)}; tied L2 is"
@@ -247,7 +246,7 @@ def masking(request: Request) -> Reproduction:
     worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in largest.items())
     got = (
         f"largest row over its bound: {worst}; without a diagonal the row grows as the size to the"
-        f" power {mean_with_error(powers)}, to {max(row['over_bound'] for row in free):.2g} times the bound"
+        f" power {mean_se(powers)}, to {max(row['over_bound'] for row in free):.2g} times the bound"
     )
     title = "a row of a token that does not see itself"
     panel = log_panel(title, free, "size", "over_bound", by="mask")

@@ -38,8 +38,8 @@ from wellposed_studies.study import (
     FinishedRun,
     Sizes,
     judged,
+    mean_se,
     mean_series,
-    mean_with_error,
     run_config,
     seed_results,
     sizes_at,
@@ -146,7 +146,7 @@ class CellResult:
     def words(self) -> str:
         values = list(self.by_seed.values.values())
         verdict = f": {self.against.verdict}" if self.against else ""
-        return f"{self.name} {mean_with_error(values, 4) if values else 'failed'}{verdict}"
+        return f"{self.name} {mean_se(values, 4) if values else 'failed'}{verdict}"
 
     def row(self) -> Row:
         row: dict[str, Any] = {"cell": self.name, "strength": self.strength}
@@ -505,7 +505,7 @@ def about_drift(errors: Mapping[str, Sequence[Row]]) -> str:
         ]
         if chosen:
             below = f"below 1 in {sum(ratio < 1 for ratio in chosen)} of {len(chosen)}"
-            texts.append(f"{prefix}{role} {mean_with_error(chosen, 4)} ({below})")
+            texts.append(f"{prefix}{role} {mean_se(chosen, 4)} ({below})")
     return (
         "Drift of the unconstrained baseline at the end over its initial value, all layers and"
         f" seeds: {'; '.join(texts)}."
@@ -518,7 +518,7 @@ def about_qr(cells: Cells) -> str:
     for cell in _weakest(cells):
         shares = qr_shares(cell, cells[0]).items()
         gains = ", ".join(
-            f"{method} {mean_with_error(share) if share else 'none'}" for method, share in shares
+            f"{method} {mean_se(share) if share else 'none'}" for method, share in shares
         )
         slower = cell.row()["seconds"] / (cells[0].row()["seconds"] or math.inf)
         texts.append(

@@ -45,8 +45,8 @@ from wellposed_studies.study import (
     FinishedRun,
     judged,
     listing,
+    mean_se,
     mean_series,
-    mean_with_error,
     minus,
     spanned,
 )
@@ -135,7 +135,7 @@ def figure_3a(request: Request) -> Reproduction:
             )
         )
         by_factor, at_first, by_entropy = (
-            listing(f"{model} {mean_with_error(values)}" for model, values in table.items())
+            listing(f"{model} {mean_se(values)}" for model, values in table.items())
             for table in (factors, untrained, entropies)
         )
         plains = [scale.model_name("post_ln") for scale in study.scales()]
@@ -292,7 +292,7 @@ def figure_3b(request: Request) -> Reproduction:
     for colour, model in enumerate((experts, heads)):
         drawn.append(_printed_line(model, PART_ENTROPY[model], rows, colour))
     texts = [
-        f"{model} {mean_with_error(values)} ({mean_with_error(untrained[model])} before)"
+        f"{model} {mean_se(values)} ({mean_se(untrained[model])} before)"
         for model, values in means.items()
     ]
     panels = [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)]
@@ -495,11 +495,7 @@ def figure_6(request: Request) -> Reproduction:
             for name in names
         ]
         panels.append(Panel(f"{LABELS[variant]}: {option}", option, title, series))
-    texts = [
-        f"{model}: {option} {mean_with_error(values)}"
-        for (model, option), values in change.items()
-        if values
-    ]
+    texts = [f"{case[0]}: {case[1]} {mean_se(values)}" for case, values in change.items() if values]
     got = f"change of the activation factor from smallest to largest value: {', '.join(texts)}"
     plains = [scale.model_name("post_ln") for scale in study.scales()]
     holds = agreed([judge_figure_6(change, plain) for plain in plains])

@@ -30,7 +30,7 @@ from wellposed_studies.sengupta2023.trained import (
     tuned_study,
     words_study,
 )
-from wellposed_studies.study import FinishedRun, judged, mean_and_error, mean_with_error, minus
+from wellposed_studies.study import FinishedRun, judged, mean_and_error, mean_se, minus
 from wellposed_studies.verdicts import Power, every, gain, within
 
 _PLAIN = ("post_ln", "rezero", "orthogonal")
@@ -323,6 +323,6 @@ def ablations(
         row |= {"ours": score, "standard_error": error, "change": mean, "change_error": width}
         rows.append({**row, "seeds": " ".join(f"{value:.2f}" for value in scores)})
         verdict = {True: "a loss", False: "no loss", None: "undecided"}[within(changes, high=0)]
-        points = f"{mean_with_error(changes)} points" + (f", paper {printed:g}" if printed else "")
+        points = f"{mean_se(changes)} points" + (f", paper {printed:g}" if printed else "")
         texts.append(f"; {study.name}, {label} ({split}) {points}: {verdict}")
     return rows, every_change, "".join(texts)

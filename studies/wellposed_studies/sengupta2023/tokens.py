@@ -23,7 +23,7 @@ from wellposed_studies.sengupta2023.trained import (
     text_study,
     train_study,
 )
-from wellposed_studies.study import FinishedRun, judged, minus, mean_se
+from wellposed_studies.study import FinishedRun, judged, mean_se, minus
 from wellposed_studies.verdicts import Power, agreed, by_training, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."

@@ -21,8 +21,8 @@ from wellposed_studies.study import (
     FinishedRun,
     Sizes,
     judged,
+    mean_se,
     mean_series,
-    mean_with_error,
     run_config,
     seed_results,
     train_grid,
@@ -356,7 +356,7 @@ def compare_variants(
 
 
 def _mean(results: SeedResults) -> str:
-    return mean_with_error(list(results.values.values())) if results.values else "failed"
+    return mean_se(list(results.values.values())) if results.values else "failed"
 
 
 def _row(label: str, metrics: Sequence[str], run: FinishedRun) -> Row:

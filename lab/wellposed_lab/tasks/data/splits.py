@@ -63,7 +63,8 @@ class Selectable(Protocol):
 
 def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return the values of the named options that are not None."""
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def refuse_split_files(options: DataOptions, what: str) -> None:

@@ -268,7 +268,8 @@ def load_checkpoint(
         if optimizer is not None:
             moments = decode((folder / OPTIMIZER).read_bytes())
             load_optimizer_tensors(optimizer, *moments)
-        if rank is not None and (random_file := folder / random_name(rank)).is_file():
+        random_file = None if rank is None else folder / random_name(rank)
+        if random_file is not None and random_file.is_file():
             load_random_tensors(*decode(random_file.read_bytes()))
         # Each process wrote a file; in older checkpoints only these give their number.
         processes = len(list(folder.glob(random_name(0).replace("0", "*"))))

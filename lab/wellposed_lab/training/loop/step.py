@@ -147,6 +147,7 @@ def compute_gradients(
     sums = torch.zeros(3, device=device)  # of losses, penalties and the model's own losses
     has_auxiliary = False
     counted = 0.0
+    unwrapped = accelerator.unwrap_model(model)
     for number, batch in enumerate(micro_batches):
         share = batches.sequence_count(batch) / sequences
         batch = batches.to_device(batch, device)
@@ -155,13 +156,13 @@ def compute_gradients(
         # the last micro-batch.
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
             batch_sum, count, auxiliary = training_loss(
-                model, accelerator.unwrap_model(model), task, batch, options, progress=progress
+                model, unwrapped, task, batch, options, progress=progress
             )
             loss = batch_sum * per_target
             if penalty is not None:
                 value = penalty()
                 if pulls is not None and number == 0:
-                    pulls |= pulls_of(value, inputs[1])
+                    pulls |= pulls_of(value, unwrapped)
                 term = value * share
                 sums[1] += term.detach()
                 loss = loss + term * world

@@ -19,7 +19,8 @@ PROJECT = "wellposed"
 
 def check_trackers(names: Iterable[str]) -> None:
     """Refuse (`ConfigError`) a tracker that Accelerate does not know, or that is not installed."""
-    if not (names := tuple(names)):
+    names = tuple(names)
+    if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType

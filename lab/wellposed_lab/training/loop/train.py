@@ -108,7 +108,8 @@ def train(
         task = task or build_task(config.task, config.task_options)
         config = counted_in_steps(config, task, processes=accelerator.num_processes)
     folder.check(config, resume, longer=longer)
-    if resume == "auto" and (finished := folder.finished(config, task, longer=longer)):
+    finished = folder.finished(config, task, longer=longer) if resume == "auto" else None
+    if finished is not None:
         _warn_of_half(out)
         return finished
     task = task or build_task(config.task, config.task_options)
@@ -331,7 +332,8 @@ def _finish(run: Run) -> results.RunResult:
     test = evaluate(run, "test")
     valid_scores = score_texts(run, "valid")
     test_scores = score_texts(run, "test")
-    if test_scores and (described := run.task.describe_generation()):
+    described = run.task.describe_generation() if test_scores else None
+    if described:
         notes["generation"] = described
     test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
     run.add_row({"step": run.state.best_step, "split": "test", **test.metrics})

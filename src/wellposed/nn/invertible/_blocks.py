@@ -303,7 +303,8 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
         if isinstance(part, nn.modules.dropout._DropoutNd):
             rate_of["dropout"] = part.p
         rates = {float(rate) for rate in rate_of.values() if isinstance(rate, int | float)}
-        if part.training and (rate := max(rates, default=0.0)) > 0:
+        rate = max(rates, default=0.0)
+        if part.training and rate > 0:
             drawn.append(f"{label}: dropout {rate}")
         if part.training and isinstance(part, nn.RReLU):
             drawn.append(f"{label}: slopes between {part.lower} and {part.upper}")
