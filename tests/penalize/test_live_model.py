@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from tests.support.penalized import after_forward, batch, bert
-from tests.support.refusal import refuses_config
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -156,7 +155,8 @@ def test_affinities_are_of_the_attention_that_the_model_has(change):
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     change(model)
     model(**inputs)
-    refuses_config(r"layer\.\d\.attention: ", penalty)
+    with pytest.raises(ConfigError, match=r"layer\.\d\.attention: "):
+        penalty()
     penalty.rebind(model)
     value = after_forward(model, penalty, inputs)
     penalty.remove()
