@@ -65,9 +65,9 @@ def test_residuals_and_norm_placements_by_hand():
             # The skip is inside the bound of the feed-forward.
             up, down = block.feedforward.up_proj, block.feedforward.down_proj
             links = [Matrix(up.weight), Slopes(-0.128905, 1.128905), Matrix(down.weight)]
-            inside, form = tightest_bound(links, 1.0, 1.0)
-            assert total == pytest.approx(first * inside * after, rel=1e-9)
-            assert f"{form} with the skip" in certify(block, seq_len=9).table()
+            inside = tightest_bound(links, 1.0, 1.0)
+            assert total == pytest.approx(first * inside.value * after, rel=1e-9)
+            assert f"{inside.form} with the skip" in certify(block, seq_len=9).table()
     block = Block(_config(residual="rezero")).eval()
     assert certify(block, seq_len=9).total == 1.0
     block.attention_residual.scale.data.fill_(-0.5)

@@ -4,6 +4,7 @@ from wellposed.call_checks import explain_failures_of
 from wellposed.certification._as_called import uncertifiable_reason as uncertifiable_reason
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
+from wellposed.certification._certified_bound import certified_bound as certified_bound
 from wellposed.certification._certify import certify as certify
 from wellposed.certification._layer_bound import LayerBound as LayerBound
 from wellposed.certification._local_radius import local_radius as local_radius

@@ -6,6 +6,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from wellposed.certification._cross_check import (
     try_out,
     undisturbed,
 )
-from wellposed.certification._walk import CertificateBuilder, RuleContext
+from wellposed.certification._walk import RuleContext
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
 
@@ -105,42 +106,24 @@ def certify(
     >>> bool((net(x) - net(y)).norm(dim=-1).max() <= certificate.total * (x - y).norm(dim=-1).max())
     True
     """
-    require_module("certify", module)
-    check_token_norm(norm)
-    if mask is not None and mask not in MASK_KINDS:
-        raise unknown_name("mask", str(mask), MASK_KINDS)
-    for name, count in (("seq_len", seq_len), ("min_tokens", min_tokens)):
-        if count is None:
-            continue
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ShapeError(
-                f"certify: {name} must be a whole number of tokens >= 1, received {count!r}"
-            )
-    if seq_len is not None and min_tokens > seq_len:
-        raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
-    if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
-        raise ConfigError(
-            "certify: radius is the largest 2-norm of an input token, so it must be > 0; received"
-            f" {radius!r}"
-        )
-    module = without_compiler(module)
-    _refuse_non_finite(module)
+    module, context = checked_context(
+        module, seq_len=seq_len, norm=norm, radius=radius, mask=mask, min_tokens=min_tokens
+    )
+    dtype = context.dtype
+    builder = context.builder
     inputs = None
+    centres: Centres | None = None
     if around is not None:
         inputs = _inputs_around(module, around, seq_len, norm=norm, radius=radius)
         seq_len = inputs.shape[1]
         min_tokens = min(min_tokens, seq_len)
-    dtype = activation_dtype(module)
-    ball = math.inf if radius is None else float(radius)
-    builder = CertificateBuilder()
-    centres: Centres | None = None
-    if inputs is not None:
         with undisturbed(module):
             centres = record_centres(module, inputs, is_causal=mask == "causal")
         builder.centres = centres.by_module
-        ball += float(inputs.norm(dim=-1).max()) * (1 + 1e-9)
-    moved = math.inf if centres is None or radius is None else float(radius)
-    context = RuleContext("", ball, norm, seq_len, min_tokens, mask, dtype, builder, moved=moved)
+        ball = context.radius + float(inputs.norm(dim=-1).max()) * (1 + 1e-9)
+        context = replace(
+            context, tokens=seq_len, min_tokens=min_tokens, radius=ball, moved=context.radius
+        )
     with undisturbed(module):
         bound = builder.visit(module, context)
         visits = [visit for visit in builder.visits if visit is not None]
@@ -231,6 +214,42 @@ def _domain(radius: float | None, inputs: Tensor | None) -> str:
     if inputs is not None:
         return f"tokens within {radius:g} of those of {len(inputs)} inputs"
     return "all inputs" if radius is None else f"tokens with |x_i| <= {radius:g}"
+
+
+def checked_context(
+    module: nn.Module,
+    *,
+    seq_len: int | None,
+    norm: TokenNorm,
+    radius: float | None,
+    mask: MaskKind | None,
+    min_tokens: int,
+) -> tuple[nn.Module, RuleContext]:
+    """Return the module that is certified and the context of its rule, or raise what `certify`
+    does for wrong arguments."""
+    require_module("certify", module)
+    check_token_norm(norm)
+    if mask is not None and mask not in MASK_KINDS:
+        raise unknown_name("mask", str(mask), MASK_KINDS)
+    for name, count in (("seq_len", seq_len), ("min_tokens", min_tokens)):
+        if count is None:
+            continue
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ShapeError(
+                f"certify: {name} must be a whole number of tokens >= 1, received {count!r}"
+            )
+    if seq_len is not None and min_tokens > seq_len:
+        raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
+    if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
+        raise ConfigError(
+            "certify: radius is the largest 2-norm of an input token, so it must be > 0; received"
+            f" {radius!r}"
+        )
+    module = without_compiler(module)
+    _refuse_non_finite(module)
+    dtype = activation_dtype(module)
+    ball = math.inf if radius is None else float(radius)
+    return module, RuleContext("", ball, norm, seq_len, min_tokens, mask, dtype)
 
 
 def _outwards(path: str) -> int:

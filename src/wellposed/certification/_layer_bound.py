@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+
+from torch import Tensor
 
 from wellposed.certification._certificate import Label, worst_label
 from wellposed.certification.bounds import Link
@@ -42,6 +44,13 @@ class LayerBound:
     def has_skip_inside(self) -> bool:
         """Whether this is a residual that was bounded as one map."""
         return self.form.startswith("multipliers") and SKIP_INSIDE in self.form
+
+    slope: Callable[[], Tensor | float] | None = field(default=None, repr=False, compare=False)
+    """Computes ``lipschitz`` again with the gradient of the weights, for `certified_bound`."""
+
+    def differentiable(self) -> Tensor | float:
+        """Return the bound, with the gradient of the weights if this kind of part has one."""
+        return self.lipschitz if self.slope is None else self.slope()
 
     def __post_init__(self) -> None:
         if math.isnan(self.lipschitz) or self.lipschitz < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from wellposed.certification._layer_bound import (
     times,
 )
 from wellposed.certification._rules_by_class import IN_NORM_SUM, RULES, without_rule
-from wellposed.certification.bounds import Link, tightest_bound
+from wellposed.certification.bounds import NO_BOUND, Link, Tight, tight_slope, tightest_bound
 from wellposed.errors import ConfigError, is_about_resources
 from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
 
@@ -168,6 +169,18 @@ class CertificateBuilder:
         return next(differing_parts(module, reached, self.vouched), None)
 
 
+Slope = Callable[[], Tensor | float]
+
+
+def _slope_of_product(slopes: Sequence[Slope]) -> Tensor | float:
+    return math.prod(slope() for slope in slopes)
+
+
+def _slope_by_multipliers(links: Sequence[Link], tight: Tight) -> Tensor | float:
+    slope = tight_slope(links, tight)
+    return tight.value if slope is None else slope
+
+
 @dataclass(frozen=True)
 class RuleContext:
     """Context of a rule: norm, tokens, mask and ball, and methods that bound parts."""
@@ -298,39 +311,49 @@ class RuleContext:
         inside = [f"{part.lipschitz:.4g} by {part.form}" for part in bounds if part.has_skip_inside]
         form += f": {', '.join(inside)}" if inside else ""
         links = joined_links(bounds)
+        slope = partial(_slope_of_product, [part.differentiable for part in bounds])
         if not (self.is_branch and links is not None):
-            total, form = self._below_the_product(bounds, total, form)
+            total, form, slope = self._below_the_product(bounds, total, form, slope)
         return replace(
             composed(total, form, bounds, out_radius, skip),
+            slope=slope,
             fresh=any(part.fresh for part in bounds),
             overwrites=first_to_overwrite(bounds),
             links=links,
         )
 
     def _below_the_product(
-        self, bounds: Sequence[LayerBound], total: float, form: str
-    ) -> tuple[float, str]:
-        """Return a smaller total, and its form, if runs of linear maps and activations have one."""
-        factors = []
-        forms = []
+        self, bounds: Sequence[LayerBound], total: float, form: str, slope: Slope
+    ) -> tuple[float, str, Slope]:
+        """Return a smaller total, its form and slope, if runs of linear maps and activations have
+        one."""
+        factors: list[float] = []
+        forms: list[str] = []
+        slopes: list[Slope] = []
         for has_links, run in groupby(bounds, key=lambda part: part.links is not None):
             parts = list(run)
             product = times(*(part.lipschitz for part in parts))
-            bound, proved_form = self.tightest(joined_links(parts)) if has_links else (math.inf, "")
-            factors.append(min(product, bound))
-            forms += [proved_form] if bound < product else []
+            links = joined_links(parts)
+            tight = self.tightest(links) if has_links else NO_BOUND
+            factors.append(min(product, tight.value))
+            if tight.value < product:
+                forms.append(tight.form)
+                slopes.append(partial(_slope_by_multipliers, links or (), tight))
+            else:
+                slopes += [part.differentiable for part in parts]
         smaller = times(*factors)
         if not forms or not smaller < total:
-            return total, form
-        return smaller, forms[0] if len(factors) == 1 else f"{form}, {forms[0]}"
+            return total, form, slope
+        form = forms[0] if len(factors) == 1 else f"{form}, {forms[0]}"
+        return smaller, form, partial(_slope_of_product, slopes)
 
     def tightest(
         self, links: Sequence[Link] | None, skip: float = 0.0, scale: float = 1.0
-    ) -> tuple[float, str]:
-        """Return a bound of ``skip x + scale f(x)`` by multipliers, f being ``links``, and its form;
-        infinite in norm inf, and if there is none. Computed once for the same links."""
+    ) -> Tight:
+        """Return a bound of ``skip x + scale f(x)`` by multipliers, f being ``links``; infinite in
+        norm inf, and if there is none. Computed once for the same links."""
         if links is None or self.norm == "inf":
-            return math.inf, ""
+            return NO_BOUND
         key = (0, (skip, scale, *map(id, links)))
         memory = self.builder.memory
         if key not in memory:
@@ -339,28 +362,37 @@ class RuleContext:
         return memory[key][1]
 
     def residual(self, branch: LayerBound, skip: float = 1.0, scale: float = 1.0) -> LayerBound:
-        """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``. A branch
-        that changes x is refused: the sum adds what it wrote."""
+        """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``, or one of
+        the whole map by multipliers. A branch that changes x is refused: the sum adds what it
+        wrote."""
         self.builder.overwriting.discard(branch.overwrites)
         if branch.overwrites:
             return self.refuse(overwritten(branch.overwrites))
-        within = branch.lipschitz
-        inside = (math.inf, "")
         # In norm sum, the skip is known apart for words (B14).
-        if self.norm != "sum" and scale:
-            inside = self.tightest(branch.links, skip, scale)
-        if math.isinf(inside[0]):
-            within = min(within, self.tightest(branch.links)[0])
-        total = abs(skip) + times(abs(scale), within)
+        has_one_map = self.norm != "sum" and scale != 0
+        inside = self.tightest(branch.links, skip, scale) if has_one_map else NO_BOUND
+        within = branch
+        if math.isinf(inside.value):
+            apart = self.tightest(branch.links)
+            if apart.value < branch.lipschitz:
+                slope = partial(_slope_by_multipliers, branch.links or (), apart)
+                within = replace(branch, lipschitz=apart.value, slope=slope)
+        total = abs(skip) + times(abs(scale), within.lipschitz)
         out_radius = times(abs(skip), self.radius) + times(abs(scale), branch.out_radius)
         parts = [LayerBound(1.0, "identity"), branch]
         form = f"|{skip:g}| + |{scale:.4g}| L(branch)"
-        apart = max(skip, 0.0)
-        if inside[0] < total:
+        if inside.value < total:
+            form = f"{inside.form}{SKIP_INSIDE}"
             # The rest without the skip may be steeper than the difference of the two bounds.
-            total, apart = inside[0], 0.0
-            form = f"{inside[1]}{SKIP_INSIDE}"
-        return replace(composed(total, form, parts, out_radius, apart), fresh=True)
+            joined = composed(inside.value, form, parts, out_radius, 0.0)
+            slope = partial(_slope_by_multipliers, branch.links or (), inside)
+            return replace(joined, fresh=True, slope=slope)
+        joined = composed(total, form, parts, out_radius, max(skip, 0.0))
+        return replace(
+            joined,
+            fresh=True,
+            slope=lambda: abs(skip) + (abs(scale) * within.differentiable() if scale else 0.0),
+        )
 
     def sublayer(
         self,

@@ -10,4 +10,7 @@ from wellposed.certification.bounds._network import Slopes as Slopes
 from wellposed.certification.bounds._network import SortedPairs as SortedPairs
 from wellposed.certification.bounds._network import network_of as network_of
 from wellposed.certification.bounds._tightest import BRANCH as BRANCH
+from wellposed.certification.bounds._tightest import NO_BOUND as NO_BOUND
+from wellposed.certification.bounds._tightest import Tight as Tight
+from wellposed.certification.bounds._tightest import tight_slope as tight_slope
 from wellposed.certification.bounds._tightest import tightest_bound as tightest_bound

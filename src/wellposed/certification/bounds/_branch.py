@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from wellposed.certification.bounds._network import UNDERFLOW, Network
-from wellposed.certification.bounds._search import Ascent, smallest_proved, top_weights
+from wellposed.certification.bounds._search import (
+    Ascent,
+    smallest_proved,
+    smooth_largest,
+    top_weights,
+)
 from wellposed.errors import ConfigError
 from wellposed.linalg import proves_definite, symmetric_product
 
@@ -41,6 +46,8 @@ class _Maps:
     into: Tensor
     excess: Tensor
     """What rounding of the three adds to the bound."""
+    live: Tensor
+    """Which hidden units are in B and C; the slope of the others is known, or has no effect."""
 
 
 def branch_bound(
@@ -72,22 +79,45 @@ def branch_bound(
     >>> round(branch_bound([network_of([eye, Slopes(0, 1), eye])], [1.0], [1.0])[0], 6)
     2.0
     """
+    return searched_branches(networks, skips, scales, multipliers=multipliers)[0]
+
+
+@torch.no_grad()
+def searched_branches(
+    networks: Sequence[Network],
+    skips: Sequence[float],
+    scales: Sequence[float],
+    *,
+    multipliers: Tensor | None = None,
+) -> tuple[list[float], Tensor | None]:
+    """Return the bounds of `branch_bound`, and the multipliers of the proof."""
     if not all(network.is_usual for network in networks):
-        return [math.inf] * len(networks)
+        return [math.inf] * len(networks), None
     maps = _maps(networks, skips, scales)
     if multipliers is not None:
         _check(multipliers, maps)
-        grams = _grams(maps, multipliers.to(torch.float64))
+        grams = _grams(maps, multipliers.to(torch.float64)[:, maps.live])
     elif maps.straight.shape[-1] >= _WIDE and maps.into.shape[-2]:
         grams = _on_one_ray(maps)
     else:
         grams = _grams(maps, _proposed(maps))
     bounds = _proved(maps, grams)
-    return [float(bound) for bound in bounds + maps.excess]
+    used = torch.ones(maps.live.shape, dtype=torch.float64).expand(len(networks), -1).clone()
+    used[:, maps.live] = grams.multipliers
+    return [float(bound) for bound in bounds + maps.excess], used
+
+
+def branch_square(network: Network, skip: float, scale: float, multipliers: Tensor) -> Tensor:
+    """Return rho for fixed multipliers, to differentiate by the weights; no proof."""
+    straight, out, into, _ = _parts(network, skip, scale)
+    room = torch.eye(len(out), dtype=torch.float64) - (out / multipliers) @ out.mT
+    gram = (into.mT * multipliers) @ into
+    matrix = gram + straight.mT @ torch.linalg.solve(room, straight)
+    return smooth_largest(matrix)
 
 
 def _check(multipliers: Tensor, maps: _Maps) -> None:
-    expected = (len(maps.into), maps.into.shape[-2])
+    expected = (len(maps.into), len(maps.live))
     if tuple(multipliers.shape) != expected:
         raise ConfigError(
             f"branch_bound: expected multipliers {expected}, received {tuple(multipliers.shape)}"
@@ -106,9 +136,8 @@ def _maps(networks: Sequence[Network], skips: Sequence[float], scales: Sequence[
     out = torch.stack([part[1] for part in parts])
     into = torch.stack([part[2] for part in parts])
     excess = torch.tensor([part[3] for part in parts], dtype=torch.float64)
-    # A unit whose slope is known (half = 0) is part of G alone.
     live = (out.abs().amax((0, -2)) > 0) & (into.abs().amax((0, -1)) > 0)
-    return _Maps(straight, out[..., live], into[:, live], excess)
+    return _Maps(straight, out[..., live], into[:, live], excess, live)
 
 
 def _parts(network: Network, skip: float, scale: float) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -117,14 +146,18 @@ def _parts(network: Network, skip: float, scale: float) -> tuple[Tensor, Tensor,
     ((mid, half),) = network.slopes
     straight = scale * ((last * mid) @ first)
     out = scale * (last * half)
-    sizes = float((last * mid).norm()) * float(first.norm())
+    sizes = _size(last * mid) * _size(first)
     lost = abs(scale) * (len(mid) + _MORE_TERMS) * sizes
-    lost += 4 * float(straight.norm()) + 4 * float(out.norm()) * float(first.norm())
+    lost += 4 * _size(straight) + 4 * _size(out) * _size(first)
     if skip:
         straight = straight + skip * torch.eye(len(straight), dtype=torch.float64)
-        lost += 2 * float(straight.norm())
+        lost += 2 * _size(straight)
     excess = 1.01 * UNIT * lost + UNDERFLOW + abs(scale) * network.excess
     return straight, out, first, excess
+
+
+def _size(matrix: Tensor) -> float:
+    return float(matrix.detach().norm())
 
 
 def _proposed(maps: _Maps) -> Tensor:
@@ -203,6 +236,7 @@ class _Grams:
     inner_sizes: Tensor
     outer_sizes: Tensor
     terms: int
+    multipliers: Tensor
 
     def scaled(self, factor: Tensor) -> _Grams:
         """Return those of T times a factor, one a map."""
@@ -213,6 +247,7 @@ class _Grams:
             self.inner_sizes * rows,
             self.outer_sizes / rows,
             self.terms + 1,
+            self.multipliers * rows,
         )
 
 
@@ -227,6 +262,7 @@ def _grams(maps: _Maps, multipliers: Tensor) -> _Grams:
         inner.square().sum(-2),
         outer.square().sum(-1),
         maps.into.shape[-2] + _MORE_TERMS,
+        multipliers,
     )
 
 

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from wellposed.certification.bounds._network import Network
-from wellposed.certification.bounds._search import Ascent, smallest_proved, top_weights
+from wellposed.certification.bounds._search import (
+    Ascent,
+    smallest_proved,
+    smooth_largest,
+    top_weights,
+)
 from wellposed.errors import ConfigError
 from wellposed.linalg import block_factor, proves_definite
 
@@ -61,18 +66,40 @@ def chain_bound(
     >>> round(chain_bound(network_of([eye, Slopes(0, 1), eye, Slopes(0, 1), eye])), 6)
     1.0
     """
+    return searched_chain(network, skip, scale, multipliers=multipliers)[0]
+
+
+@torch.no_grad()
+def searched_chain(
+    network: Network,
+    skip: float = 0.0,
+    scale: float = 1.0,
+    *,
+    multipliers: Sequence[Tensor] | None = None,
+) -> tuple[float, list[Tensor]]:
+    """Return the bound of `chain_bound`, and the multipliers of the proof."""
     work = _work(network, skip)
     if work > _LARGEST_WORK or not network.is_usual:
-        return math.inf
+        return math.inf, []
     if multipliers is None:
         proposals = _proposed(network, skip, scale, int(_WORK / (6 * work + 1)))
     else:
         _check(multipliers, network)
         proposals = [[multiplier.to(torch.float64) for multiplier in multipliers]]
     # The best proposal may be too near the edge of the feasible ones to be proved.
-    bounds = (_proved(network, skip, scale, proposal) for proposal in proposals)
-    first = next((bound for bound in bounds if math.isfinite(bound)), math.inf)
-    return first + abs(scale) * network.excess
+    for proposal in proposals:
+        bound = _proved(network, skip, scale, proposal)
+        if math.isfinite(bound):
+            return bound + abs(scale) * network.excess, proposal
+    return math.inf, []
+
+
+def chain_square(
+    network: Network, skip: float, scale: float, multipliers: Sequence[Tensor]
+) -> Tensor:
+    """Return rho for fixed multipliers, to differentiate by the weights; no proof."""
+    matrix, _ = _reach(_blocks(network, skip, scale, multipliers))
+    return smooth_largest(matrix)
 
 
 def _work(network: Network, skip: float) -> float:

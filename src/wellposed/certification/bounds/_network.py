@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -29,6 +29,12 @@ class Matrix:
     """``(out, in)``, in any floating dtype; the bound is of the stored values."""
     norm: float = math.inf
     """An upper bound of its largest singular value, if one is known."""
+    source: Callable[[], Tensor] | None = None
+    """Reads the weight again, with its gradient."""
+
+    def live(self) -> Matrix:
+        """Return the map with the gradient of its weight."""
+        return self if self.source is None else replace(self, weight=self.source())
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +86,8 @@ def network_of(links: Sequence[Link]) -> Network | None:
     """Return the network of some links, or None if it has fewer than two linear maps.
 
     Sorted pairs are an absolute value of half the difference, next to half the sum. Consecutive
-    linear maps are multiplied. Rounding of both is counted in `Network.excess`.
+    linear maps are multiplied. Rounding of both is counted in `Network.excess`. The weights of the
+    network have the gradient of those of the links.
     """
     if sum(isinstance(link, Matrix) for link in links) < 2:
         return None
@@ -111,7 +118,7 @@ class _Builder:
 
     def add_matrix(self, link: Matrix) -> None:
         """Add a linear map, or multiply the last one by it."""
-        weight = link.weight.detach().to("cpu", torch.float64)
+        weight = link.weight.to("cpu", torch.float64)
         if not _has_usual_size(weight):
             raise _NoNetwork
         error = 0.0
@@ -164,7 +171,7 @@ class _Builder:
 
 
 def _has_usual_size(weight: Tensor) -> bool:
-    size = float(weight.abs().sum())
+    size = float(weight.detach().abs().sum())
     return size == 0 or 1 / _LARGEST < size < _LARGEST
 
 
@@ -204,19 +211,23 @@ def _paired(weight: Tensor) -> tuple[Tensor, float]:
     """Return half the sums and half the differences of the two halves of the rows."""
     first, second = weight.chunk(2)
     made = torch.cat((first + second, first - second)) / 2
-    return made, 2 * UNIT * float(made.norm())
+    return made, 2 * UNIT * _size(made)
 
 
 def _unpaired(weight: Tensor) -> tuple[Tensor, float]:
     """Return the sums and the differences of the two halves of the columns."""
     first, second = weight.chunk(2, dim=1)
     made = torch.cat((first + second, first - second), dim=1)
-    return made, 2 * UNIT * float(made.norm())
+    return made, 2 * UNIT * _size(made)
+
+
+def _size(matrix: Tensor) -> float:
+    return float(matrix.detach().norm())
 
 
 def _product_error(second: Tensor, first: Tensor, error: float, before: float) -> float:
     """Bound the error of ``second @ first`` if each has an error of its own (in the 2-norm)."""
-    sizes = float(second.norm()), float(first.norm())
+    sizes = _size(second), _size(first)
     terms = second.shape[1] + _MORE_TERMS
     return 1.01 * (
         terms * UNIT * sizes[0] * sizes[1]
@@ -231,7 +242,7 @@ def _excess(
     """Bound the map by which rounding of the weights changes the network (a telescoping sum)."""
     if not any(errors):
         return 0.0
-    sizes = [float(weight.norm()) + error for weight, error in zip(weights, errors, strict=True)]
+    sizes = [_size(weight) + error for weight, error in zip(weights, errors, strict=True)]
     steep = math.prod(float((mid.abs() + half).max()) for mid, half in slopes)
     others = (
         error * math.prod(size for place, size in enumerate(sizes) if place != index)

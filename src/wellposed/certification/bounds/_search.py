@@ -14,6 +14,7 @@ _TOP = 16
 _SLACKS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
 _RATE = 0.15
 _FIRST_TEMPERATURE = 0.02
+_SMOOTHING = 0.01
 # A search ends if so many steps lower rho by less than this share.
 _PATIENCE = 12
 _WORTH = 2e-3
@@ -82,6 +83,13 @@ def top_weights(matrix: Tensor, temperature: float) -> tuple[Tensor, Tensor, Ten
     scaled = (values[..., -count:] - largest) / (temperature * largest.clamp_min(1e-300))
     weights = torch.softmax(scaled, -1)
     return torch.where(usable, largest[..., 0], math.inf), vectors[..., -count:], weights
+
+
+def smooth_largest(matrix: Tensor) -> Tensor:
+    """Return a mean of the top eigenvalues, to differentiate: at the best multipliers several are
+    equal, and one alone says little about how the largest changes."""
+    _, vectors, weights = top_weights(matrix.detach(), _SMOOTHING)
+    return ((matrix @ vectors) * vectors).sum(-2) @ weights
 
 
 def smallest_proved(guesses: Tensor, proves: Callable[[Tensor], Tensor]) -> Tensor:

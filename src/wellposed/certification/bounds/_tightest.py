@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from wellposed.certification.bounds._branch import branch_bound
-from wellposed.certification.bounds._chain import chain_bound
+from wellposed.certification.bounds._branch import branch_bound, branch_square, searched_branches
+from wellposed.certification.bounds._chain import chain_square, searched_chain
 from wellposed.certification.bounds._network import Link, Matrix, Network, network_of
 from wellposed.linalg import certified_spectral_norm
 
@@ -19,35 +21,58 @@ LINEAR = "norm of the product of matrices"
 CHAIN = "multipliers of a chain (B19)"
 
 
-def tightest_bound(
-    links: Sequence[Link], skip: float = 0.0, scale: float = 1.0
-) -> tuple[float, str]:
-    """Return a bound of ``s x + c f(x)`` in the 2-norm, f the links in sequence, and its form.
+@dataclass(frozen=True, eq=False)
+class Tight:
+    """A bound by multipliers, its form, and its value as a function of the weights."""
+
+    value: float
+    form: str
+    squared: Callable[[Network], Tensor] | None = None
+    """rho of a network of the same shapes, the multipliers of the proof held fixed."""
+
+
+NO_BOUND = Tight(math.inf, "")
+
+
+def tightest_bound(links: Sequence[Link], skip: float = 0.0, scale: float = 1.0) -> Tight:
+    """Return a bound of ``s x + c f(x)`` in the 2-norm, f being the links in sequence.
 
     Infinite if there are fewer than two linear maps, if all are nearly orthogonal (multipliers
     then win little), or if nothing is proved.
     """
     if not may_win(links):
-        return math.inf, ""
-    network = network_of(links)
+        return NO_BOUND
+    with torch.no_grad():
+        network = network_of(links)
     if network is None or not network.is_usual:
-        return math.inf, ""
+        return NO_BOUND
     try:
         return _by_depth(network, skip, scale)
     except torch.linalg.LinAlgError:
         # An eigenvalue of a search that does not converge; other forms remain.
-        return math.inf, ""
+        return NO_BOUND
 
 
-def _by_depth(network: Network, skip: float, scale: float) -> tuple[float, str]:
+def _by_depth(network: Network, skip: float, scale: float) -> Tight:
     if len(network.weights) == 1:
-        return _linear_bound(network, skip, scale), LINEAR
+        return Tight(_linear_bound(network, skip, scale), LINEAR)
     if len(network.weights) == 2:
-        return branch_bound([network], [skip], [scale])[0], BRANCH
-    bound = chain_bound(network, skip, scale)
+        (bound,), used = searched_branches([network], [skip], [scale])
+        if used is None:
+            return NO_BOUND
+        return Tight(bound, BRANCH, lambda live: branch_square(live, skip, scale, used[0]))
+    bound, multipliers = searched_chain(network, skip, scale)
     if math.isinf(bound) and not skip:
-        return abs(scale) * _by_pairs(network), f"{BRANCH}, two maps at a time"
-    return bound, CHAIN
+        return Tight(abs(scale) * _by_pairs(network), f"{BRANCH}, two maps at a time")
+    return Tight(bound, CHAIN, lambda live: chain_square(live, skip, scale, multipliers))
+
+
+def tight_slope(links: Sequence[Link], tight: Tight) -> Tensor | None:
+    """Return a bound by multipliers with the gradient of the weights, or None if it has none."""
+    if tight.squared is None:
+        return None
+    network = network_of([link.live() if isinstance(link, Matrix) else link for link in links])
+    return None if network is None else tight.squared(network).sqrt()
 
 
 def _linear_bound(network: Network, skip: float, scale: float) -> float:

@@ -113,8 +113,20 @@ def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
     form = "largest absolute row sum" if context.norm == "inf" else "largest singular value"
     bound = context.operator_norm(weight)
     known = math.inf if context.norm == "inf" else bound
-    links = (Matrix(weight.detach(), known),)
-    return LayerBound(bound, form, "exact", out_radius=radius, fresh=True, links=links)
+    links = (Matrix(weight.detach(), known, source=lambda: module.weight),)
+    made = LayerBound(bound, form, "exact", out_radius=radius, fresh=True, links=links)
+    is_spectral = context.norm != "inf"
+    return replace(made, slope=lambda: _norm_with_gradient(module.weight, is_spectral=is_spectral))
+
+
+def _norm_with_gradient(weight: Tensor, *, is_spectral: bool) -> Tensor:
+    """Return the norm of a weight by its top singular vectors, or by its largest row."""
+    matrix = weight.to(torch.float64)
+    if not is_spectral:
+        return matrix.abs().sum(-1).max()
+    with torch.no_grad():
+        left, _, right = torch.linalg.svd(matrix.detach(), full_matrices=False)
+    return left[:, 0] @ (matrix @ right[0])
 
 
 @register_rule(nn.Flatten)

@@ -1,0 +1,92 @@
+"""`certified_bound`: its value is the certificate's, its gradient the slope of that value."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tests.support.refusal import bad_config
+from torch import nn
+from torch.nn.utils import parametrize
+
+from wellposed.certification import certified_bound, certify
+from wellposed.errors import NotLipschitzError
+from wellposed.models import WellposedConfig, WellposedModel
+from wellposed.nn import MLP, InvertibleResidual, MaxMinFeedForward
+
+
+def _body(**options):
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "norm": "none"}
+    return WellposedModel(WellposedConfig(**{**sizes, "attention": "l2_tied", **options}))
+
+
+NETS = {
+    "one linear map": lambda: nn.Linear(6, 4),
+    "feed-forward": lambda: MLP(6, 12),
+    "with its skip": lambda: InvertibleResidual(MLP(6, 12)),
+    "maxmin with its skip": lambda: InvertibleResidual(MaxMinFeedForward(6, 12)),
+    "chain": lambda: nn.Sequential(
+        nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    ),
+    "block": _body,
+}
+
+
+@pytest.mark.parametrize("norm", ["tok", "inf"])
+@pytest.mark.parametrize("name", NETS)
+def test_the_gradient_predicts_the_change_of_the_certificate(name, norm):
+    torch.manual_seed(0)
+    module = NETS[name]().double().eval()
+    asked = {"seq_len": 3, "norm": norm}
+    bound = certified_bound(module, **asked)
+    assert float(bound.detach()) == pytest.approx(
+        certify(module, **asked, cross_check=False).total, rel=1e-9
+    )
+    bound.log().backward()
+    if name == "block":
+        # The attention counts as a constant, so its weights have no gradient.
+        assert module.layers[0].attention.v_proj.weight.grad is None
+    gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+    steepness = sum(float(gradient.square().sum()) for gradient in gradients)
+    # A step that lowers the logarithm by 0.01 if the bound were smooth; it is a maximum.
+    predicted = 0.01
+    moved = copy.deepcopy(module)
+    with torch.no_grad():
+        for weight, other in zip(module.parameters(), moved.parameters(), strict=True):
+            if weight.grad is not None:
+                other -= predicted / steepness * weight.grad
+    after = certify(moved, **asked, cross_check=False).total
+    lowered = math.log(float(bound.detach()) / after)
+    assert (0.6 if norm == "tok" else 0.1) * predicted < lowered < 1.5 * predicted
+
+
+def test_a_few_steps_lower_the_bound_of_a_parametrised_weight_too():
+    torch.manual_seed(0)
+
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)).double()
+    parametrize.register_parametrization(net[0], "weight", Double())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    first = float(certified_bound(net).detach())
+    for _ in range(5):
+        optimizer.zero_grad()
+        certified_bound(net).log().backward()
+        optimizer.step()
+    assert float(certified_bound(net).detach()) < 0.9 * first
+
+
+def test_bad_input_is_refused_by_name():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with bad_config(match="has no gradient"):
+        certified_bound(net.requires_grad_(False))
+    with bad_config(match="has no gradient"):
+        certified_bound(nn.ReLU())
+    with pytest.raises(NotLipschitzError, match="LSTM"):
+        certified_bound(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)))
+    with bad_config(match="unknown norm"):
+        certified_bound(net, norm="l2")
+    with bad_config(match=r"attention depends on the number of tokens; pass seq_len="):
+        certified_bound(_body().eval())
