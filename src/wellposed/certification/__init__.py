@@ -2,6 +2,7 @@
 
 from wellposed.call_checks import explain_failures_of
 from wellposed.certification._as_called import uncertifiable_reason as uncertifiable_reason
+from wellposed.certification._attained import attain as attain
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certified_bound import certified_bound as certified_bound

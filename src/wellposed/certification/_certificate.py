@@ -8,7 +8,7 @@ import json
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -115,6 +115,8 @@ class Certificate:
     """How far a token may be from its place in ``around=``."""
     outputs: Tensor | None = field(default=None, repr=False, compare=False)
     """Outputs of the module for the inputs of ``around=``."""
+    attained: Mapping[str, float] | None = field(default=None, compare=False)
+    """Largest slope that was measured, by path: by the cross-check, or by `attain`."""
     module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     """The certified module while it is alive; None in copies of the certificate."""
 
@@ -361,8 +363,13 @@ class Certificate:
         slopes = size * body * (1 + 1e-9)
         return torch.where((size > 0) & (body > 0), slopes.clamp_min(_SMALLEST), slopes)
 
-    def table(self) -> str:
-        """Return the layers, the total and `reason` as plain text."""
+    def table(self, *, attained: bool = False) -> str:
+        """Return the layers, the total and `reason` as plain text.
+
+        Args:
+            attained: Also print the largest slope that was measured in each layer, and how many
+                times larger its bound is. The cross-check measures few slopes; `attain` climbs.
+        """
         rows = [("bound", "label", "radius", "module", "form or reason")]
         for layer in self.layers:
             form = "" if layer.label == "uncertified" else layer.form
@@ -373,6 +380,18 @@ class Certificate:
             )
         total = f"total, norm {self.norm}"
         rows.append((_number(self.total), self.label, "", total, self._scope()))
+        if attained:
+            slopes = self.attained or {}
+            paths = [*(layer.path for layer in self.layers), ""]
+            bounds = [*(layer.lipschitz for layer in self.layers), self.total]
+            looseness = [
+                _looseness(slopes.get(path), bound)
+                for path, bound in zip(paths, bounds, strict=True)
+            ]
+            columns = [("attained", "loose"), *looseness]
+            rows = [
+                (row[0], *measured, *row[1:]) for row, measured in zip(rows, columns, strict=True)
+            ]
         not_run = self.cross_check.startswith(_NOT_RUN) and math.isfinite(self.total)
         tried = "not tested: " + self.cross_check.removeprefix(_NOT_RUN) if not_run else ""
         return "\n".join(filter(None, (aligned(rows, "l"), tried, self.reason)))
@@ -435,6 +454,13 @@ def _per_input(name: str, value: float | Tensor, inputs: torch.Size) -> Tensor:
 
 def _inside(path: str, parent: str) -> bool:
     return parent == "" or path.startswith(f"{parent}.")
+
+
+def _looseness(slope: float | None, bound: float) -> tuple[str, str]:
+    """Return a slope and how many times larger its bound is, as text."""
+    if slope is None:
+        return "", ""
+    return _number(slope), "" if slope == 0 else f"{bound / slope:.3g}"
 
 
 def _number(value: float) -> str:

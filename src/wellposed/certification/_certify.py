@@ -130,6 +130,7 @@ def certify(
         rows = tuple(v.row for v in visits if not v.row.form.startswith("identity"))
         has_bound = math.isfinite(bound.lipschitz)
         tried = "not run: cross_check=False" if has_bound else "not run: no bound to test"
+        slopes: dict[str, float] = {}
         if cross_check and has_bound:
             parts = [
                 (visit.row.path, visit.module, visit.row.lipschitz)
@@ -152,7 +153,7 @@ def certify(
                 for (owner, kind), made in builder.memory.items()
                 if kind == "bound_layers"
             }
-            tried = try_out(
+            tried, slopes = try_out(
                 Claim(
                     module,
                     bound.lipschitz,
@@ -187,6 +188,7 @@ def certify(
         cross_check=tried,
         reason=_explain(bound.lipschitz, rows),
         form=bound.form,
+        attained=slopes,
         weights=weights_digest(module) if has_bound else "",
         options=options_digest(module) if has_bound else "",
         module=weakref.ref(module),

@@ -70,15 +70,15 @@ class _Pair:
     other: Tensor
 
 
-def try_out(claim: Claim) -> str:
-    """Test a certificate, and return the result in one line.
+def try_out(claim: Claim) -> tuple[str, dict[str, float]]:
+    """Test a certificate; return the result in one line, and the largest slope of each path.
 
     Raises:
         UnsoundBoundError: a slope above the bound; the innermost such module is named.
         NotLipschitzError: the forward pass refuses to run, or gives NaN or infinity.
     """
     reasons: list[str] = []
-    width = _width(claim.module)
+    width = width_of(claim.module)
     # TransJect appends positions to embeddings, so its inputs are twice as wide as its table.
     candidates = (_ANY_WIDTH,) if width is None else (width, 2 * width)
     for candidate in candidates if claim.centres is None else (claim.centres.shape[-1],):
@@ -98,7 +98,7 @@ def try_out(claim: Claim) -> str:
             continue
         return _judge(claim, by_part)
     # The second width is a guess, and its failure says less than that of the first.
-    return f"not run: {reasons[0]}"
+    return f"not run: {reasons[0]}", {}
 
 
 @contextmanager
@@ -247,21 +247,24 @@ def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
     return [pair for pair in pairs if pair.x.ndim > 1 and pair.y.ndim > 1]
 
 
-def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
+def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> tuple[str, dict[str, float]]:
     bounds: dict[int, tuple[str, nn.Module, float]] = {}
     for path, part, bound in claim.parts:
         if bound >= bounds.get(id(part), ("", part, 0.0))[2]:
             bounds[id(part)] = (path, part, bound)
     bounds[id(claim.module)] = ("", claim.module, claim.total)
-    shares = [
-        _share(pair, bound, f"{path or 'the module'} ({type(part).__name__})", claim)
-        for path, part, bound in bounds.values()
-        for pair in by_part.get(id(part), ())
-    ]
+    shares: list[float] = []
+    slopes: dict[str, float] = {}
+    for path, part, bound in bounds.values():
+        name = f"{path or 'the module'} ({type(part).__name__})"
+        of_part = [_share(pair, bound, name, claim) for pair in by_part.get(id(part), ())]
+        shares += of_part
+        if of_part:
+            slopes[path] = max(of_part) * bound
     return (
         f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound"
         f" {max(shares):.3f}"
-    )
+    ), slopes
 
 
 def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
@@ -341,13 +344,13 @@ def channels_of(module: nn.Module) -> int | None:
     )
 
 
-def _width(module: nn.Module) -> int | None:
+def width_of(module: nn.Module) -> int | None:
     """Return the width of the tokens that a module, or its first part with a width, reads."""
     if hasattr(module, "get_input_embeddings"):
         return module.get_input_embeddings().weight.shape[-1]  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     shape = getattr(module, "normalized_shape", (None,))
     sizes = (getattr(module, "in_features", None), getattr(module, "embed_dim", None), shape[-1])
-    widths = [*sizes, *(_width(child) for child in module._modules.values() if child is not None)]
+    widths = [*sizes, *(width_of(child) for child in module._modules.values() if child is not None)]
     return next((width for width in widths if isinstance(width, int)), None)
 
 
