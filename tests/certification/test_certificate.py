@@ -264,12 +264,9 @@ def test_the_dictionary_holds_plain_values_alone():
         "weights": "",
         "options": "",
         "form": "",
-<<<<<<< HEAD
         "around": 0,
         "reach": "inf",
-=======
         "attained": None,
->>>>>>> d57d6c8e (A certificate's table shows attained slopes next to the bounds)
         "notes": ["a note", "another"],
     }
     assert [layer["path"] for layer in layers] == ["bodyguard", "c"]
