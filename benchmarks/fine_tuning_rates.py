@@ -28,7 +28,7 @@ from wellposed_lab.training.config import RunConfig, StartOptions
 from wellposed_studies.frontier.certified import find_texts, text_run
 from wellposed_studies.frontier.rates import paired, summary
 from wellposed_studies.recipe import Request
-from wellposed_studies.study import FinishedRun, Sizes, folder_name, said, train_grid
+from wellposed_studies.study import FinishedRun, Sizes, folder_name, mean_se, train_grid
 
 RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 SEEDS, STEPS, BATCH_SIZE = 5, 100, 8
@@ -94,8 +94,8 @@ def main() -> None:
         summaries = {model: summary(where(mine, model=model)) for model in MODELS}
         for model, of in summaries.items():
             print(
-                f"{corpus}, {model}: {said(of['best'], 3)} wrong at {of['rate']:g}, sensitivity"
-                f" {said(of['sensitivity'], 3)}, {of['near']:.0%} of the rates near the best"
+                f"{corpus}, {model}: {mean_se(of['best'], 3)} wrong at {of['rate']:g}, sensitivity"
+                f" {mean_se(of['sensitivity'], 3)}, {of['near']:.0%} of the rates near the best"
             )
         others = [model for model in MODELS if model != "plain"]
         for of, name in enumerate(("sensitivity", "wrong at the best rate")):

@@ -16,7 +16,7 @@ from wellposed_lab.statistics import PairedComparison, holm_correction, paired_c
 from wellposed_studies.frontier.method_runs import KINDS, Text, Training, read_text, result_of
 from wellposed_studies.frontier.training_methods import BASELINES, METHODS
 from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict, recipe
-from wellposed_studies.study import Sizes, said, sizes_at
+from wellposed_studies.study import Sizes, mean_se, sizes_at
 from wellposed_studies.verdicts import gain, some
 
 LEAST = 0.02
@@ -108,7 +108,7 @@ def methods(request: Request) -> Reproduction:
     rows = [_row(item, tried) for item in tried]
     got = (
         f"{sizes.layers} layers of width {sizes.width}, {sizes.steps} steps, the better baseline is"
-        f" {baseline.method}: {'; '.join(_said(item) for item in ours)}"
+        f" {baseline.method}: {'; '.join(_summary(item) for item in ours)}"
     )
     reasons = unfit(ours, text)
     holds = None if request.scale == "toy" or reasons else judge(tests)
@@ -227,9 +227,9 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value and base else None
 
 
-def _said(item: Tried) -> str:
+def _summary(item: Tried) -> str:
     return (
-        f"{item.method}: {said(item.losses, 3)} at {item.rate:g}, {item.good_rates} of"
+        f"{item.method}: {mean_se(item.losses, 3)} at {item.rate:g}, {item.good_rates} of"
         f" {len(item.by_rate)} rates within {NEAR:g}"
     )
 
