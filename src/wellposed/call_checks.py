@@ -1,13 +1,12 @@
-"""Checks shared by public calls: keywords, arguments, models, and how far weights moved."""
+"""Checks of the keywords and arguments of public calls."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
-import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
@@ -15,17 +14,12 @@ from wellposed.errors import (
     ConfigError,
     WellposedError,
     is_about_resources,
-    shortened,
     unknown_name,
 )
 from wellposed.options import is_plain, value_problems
-from wellposed.zero_weights import check_whole
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-FAR = 0.1
-"""A weight that moves by more than this fraction of its norm causes a warning."""
 
 
 def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -152,41 +146,3 @@ def checked_arguments(
         return call(*args, **kwargs)
 
     return known_keywords(checked)
-
-
-def require_module(call: str, model: object) -> None:
-    """Raise `ConfigError` unless ``model`` is a ``torch.nn.Module`` (not its name), with weights that
-    this process has whole, or as shards of torch."""
-    if callable(getattr(model, "named_modules", None)) and not isinstance(model, type):
-        weights: Any = getattr(model, "named_parameters", dict)()
-        lazy = [name for name, weight in weights if type(weight).__name__.startswith("Uninit")]
-        if lazy:
-            raise ConfigError(
-                f"{call}: these weights of lazy layers have no shape yet: {shortened(lazy)}; run the"
-                " model once on a batch, then call it again"
-            )
-        check_whole(call, model)
-        return
-    hint = ""
-    if isinstance(model, str):
-        hint = f"; load it first, as with transformers.AutoModel.from_pretrained({model!r})"
-    raise ConfigError(
-        f"{call}: expected a model (torch.nn.Module), received {type(model).__name__}{hint}"
-    )
-
-
-def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> None:
-    """Log ``|W' - W|_F / |W|_F`` by name; a warning if a weight moved by more than `FAR`."""
-    line = f"{did}; none moved"
-    far = sum(part > FAR for part in moved.values())
-    if any(moved.values()):
-        worst = max(moved, key=lambda name: moved[name])
-        mean = sum(moved.values()) / len(moved)
-        most = f"{moved[worst]:.2g} at most ({worst})"
-        line = f"{did}; moved by {mean:.2g} of their norm on average, {most}"
-    if far:
-        line += (
-            f"; {far} of {len(moved)} by more than a tenth: if they were trained before, the model"
-            " now computes something else"
-        )
-    logger.log(logging.WARNING if far else logging.INFO, "%s", line)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.errors import MAX_SHOWN, ConfigError, ShapeError, WellposedError, shortened
+from wellposed.torch_modes import is_transformed
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -90,80 +86,6 @@ def _is_no_tensor(hint: str, value: Any) -> bool:
 def _raised_by_torch(error: Exception) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith(("torch.", "wellposed."))
-
-
-def in_ordinary_modes(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a call record gradients in the dtypes of its tensors, in any mode of the caller."""
-
-    @functools.wraps(call)
-    def ordinary(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(mode=False))
-            stack.enter_context(torch.enable_grad())
-            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            return call(*args, **kwargs)
-
-    return ordinary
-
-
-def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode differentiation is active."""
-    return not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    )
-
-
-def with_graph(
-    formula: Callable[..., Tensor], inputs: Sequence[Any], gradient: Tensor, *weights: Tensor
-) -> list[Tensor | None]:
-    """Return gradients with a graph, so that a handwritten backward pass has derivatives."""
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        # Views, as two inputs may be one tensor.
-        views = [None if x is None else x.view_as(x) for x in inputs]
-        wanted = [x for x in (*views, *weights) if x is not None and x.requires_grad]
-        value = formula(*views)
-        options = {"create_graph": True, "allow_unused": True}
-        gradients = torch.autograd.grad(value, wanted, gradient, **options)
-    by_id = dict(zip(map(id, wanted), gradients, strict=True))
-    return [by_id.get(id(x)) for x in (*views, *weights)]
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Return `scaled_dot_product_attention`; a second derivative is explained or computed."""
-    if is_transformed():
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(query, key, value, **options)
-    joined = F.scaled_dot_product_attention(query, key, value, **options)
-    node = None if torch.compiler.is_compiling() else joined.grad_fn
-    if node is not None and node.name().startswith("ScaledDotProduct"):
-        node.register_hook(_differentiable_once)
-    return joined
-
-
-def _differentiable_once(gradients: tuple[Tensor | None, ...], _: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return None
-    problem = (
-        "a fused attention kernel has no second derivative; run the forward pass in"
-        " torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-    )
-    return tuple(None if g is None else Once.apply(problem, g) for g in gradients)
-
-
-class Once(torch.autograd.Function):
-    """``Once.apply(problem, gradient, *inputs)``: the gradient, whose derivative raises ``problem``."""
-
-    @staticmethod
-    def forward(ctx: Any, problem: str, gradient: Tensor, *inputs: Tensor) -> Tensor:
-        del inputs
-        ctx.problem = problem
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        del gradients
-        raise ConfigError(ctx.problem)
 
 
 _MODES: dict[str, Callable[[], bool]] = {

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables, ascend, in_ball
 from wellposed.attack._inputs import Call, in_dtype, perturbation_size
-from wellposed.call_checks import known_keywords, require_module
+from wellposed.call_checks import known_keywords
 from wellposed.errors import (
     ConfigError,
     ConvergenceError,
@@ -23,7 +23,8 @@ from wellposed.errors import (
 )
 from wellposed.hooks import copied, eager_calls, same_draws
 from wellposed.linalg import TokenNorm, check_token_norm
-from wellposed.tensor_calls import in_ordinary_modes
+from wellposed.model_checks import require_module
+from wellposed.torch_modes import in_ordinary_modes
 
 
 @dataclass(frozen=True)

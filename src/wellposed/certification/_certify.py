@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.attack import activation_dtype, reads_pairs
-from wellposed.call_checks import known_keywords, require_module
+from wellposed.call_checks import known_keywords
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._centres import Centres, check_around, record_centres
 from wellposed.certification._certificate import (
@@ -33,6 +33,7 @@ from wellposed.certification._cross_check import (
 from wellposed.certification._walk import RuleContext
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
+from wellposed.model_checks import require_module
 
 USELESS = 1e3
 """From this total on, a margin of 1 covers moves of a thousandth of a token's norm at most."""

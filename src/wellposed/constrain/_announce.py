@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from wellposed.call_checks import say_moves
 from wellposed.constrain._handle import Constraint
 from wellposed.constrain._options import Set
 from wellposed.constrain._precision import half_warning
 from wellposed.constrain._select import WeightSlice
 from wellposed.errors import shortened
+from wellposed.moves import say_moves
 from wellposed.roles import is_table, spans_of, split_path
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from wellposed.call_checks import require_module
 from wellposed.errors import (
     ConfigError,
     RoleNotFoundError,
@@ -20,6 +19,7 @@ from wellposed.errors import (
     listed,
     nearest_names,
 )
+from wellposed.model_checks import require_module
 from wellposed.roles import (
     ATTENTION,
     FEEDFORWARD,

@@ -17,7 +17,8 @@ from torch import Tensor
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional._as_dot_product import broadcasts, check_padding_shape
 from wellposed.functional._masks import unattended
-from wellposed.tensor_calls import attend, is_transformed, with_graph
+from wellposed.second_derivatives import attend, with_graph
+from wellposed.torch_modes import is_transformed
 
 Estimator = Literal["exact", "probes"]
 _CHUNK = 1 << 25  # elements of A in memory at a time (exact)

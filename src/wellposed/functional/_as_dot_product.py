@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError, listed
-from wellposed.tensor_calls import attend
+from wellposed.second_derivatives import attend
 
 # Fused kernels need head widths that are multiples of this, equal for queries, keys and values.
 _WIDTH_MULTIPLE = 8

@@ -23,7 +23,8 @@ from wellposed.linalg import (
     mean_over_ranks,
     mesh_of,
 )
-from wellposed.tensor_calls import is_transformed, with_graph
+from wellposed.second_derivatives import with_graph
+from wellposed.torch_modes import is_transformed
 
 Side = Literal["columns", "rows"]
 # Most entries of weights and Gram matrices in one batch; on a CPU, as many as fit its caches.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import checked_arguments, require_module
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, ConvergenceError, DataError, listed
 from wellposed.hooks import call_model, first_tensor, quiet_run, real_tokens
 from wellposed.initialize._draw import carry_out
@@ -24,6 +24,7 @@ from wellposed.initialize._plan import SCALED_ROLES, plan
 from wellposed.initialize._report import InitializationReport, reported
 from wellposed.initialize._stacks import LayerStack, check_blocks, find_layer_stacks
 from wellposed.interrupts import undoing
+from wellposed.model_checks import require_module
 from wellposed.removed_names import removed_keywords
 from wellposed.roles import Verb, find_roles_for, patterns_of
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import checked_arguments, require_module
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.initialize._draw import carry_out
 from wellposed.initialize._plan import Step, check_not_sharded, check_writable
 from wellposed.initialize._report import InitializationReport, reported
 from wellposed.interrupts import undoing
+from wellposed.model_checks import require_module
 from wellposed.roles import AttentionRole, Verb, batch_advice, find_roles_for, heads_advice
 
 MIMETIC = Verb("mimetic_", "mimetic_(model, batch=batch)", "")

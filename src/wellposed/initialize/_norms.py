@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from wellposed.call_checks import known_keywords, require_module
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, listed
 from wellposed.interrupts import Undo, all_or_nothing
+from wellposed.model_checks import require_module
 from wellposed.model_edits import record, recorded
 from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm, RemovedNorm
 from wellposed.removed_names import removed_keywords

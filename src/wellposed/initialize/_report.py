@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from wellposed.call_checks import say_moves
+from wellposed.moves import say_moves
 from wellposed.text_table import aligned, format_number
 
 logger = logging.getLogger("wellposed.initialize")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from wellposed.call_checks import require_module
 from wellposed.errors import ConfigError, listed
 from wellposed.linalg import is_sharded
+from wellposed.model_checks import require_module
 from wellposed.optim._balls import BALLS, ball_named
 from wellposed.optim._layout import WHOLE, Piece, pieces_by_role
 from wellposed.roles import Roles, Verb, find_roles_for, is_table, is_transposed, unwrapped

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.call_checks import checked_arguments, say_moves
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError
 from wellposed.half_weights import lost_steps_warning
 from wellposed.linalg import in_stacks
+from wellposed.moves import say_moves
 from wellposed.optim._assign import Assigned, assigned, check_parameter
 from wellposed.optim._balls import BALLS, ball_named
 from wellposed.optim._layout import WHOLE, Piece

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wellposed import hooks
-from wellposed.call_checks import checked_arguments, require_module
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, unknown_name
 from wellposed.interrupts import all_or_nothing, run_all
+from wellposed.model_checks import require_module
 from wellposed.options import Size
 from wellposed.penalize._affinities import AffinityCapture, affinity_parts
 from wellposed.penalize._affinity_form import affinity_form

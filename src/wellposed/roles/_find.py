@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from torch import nn
 
-from wellposed.call_checks import known_keywords, require_module
+from wellposed.call_checks import known_keywords
 from wellposed.errors import (
     ConfigError,
     RoleNotFoundError,
@@ -18,6 +18,7 @@ from wellposed.errors import (
     WellposedError,
 )
 from wellposed.hooks import class_name, evaluating
+from wellposed.model_checks import require_module
 from wellposed.removed_names import removed_keywords
 from wellposed.roles._adapters import effective_roles, has_lora
 from wellposed.roles._advice import FIND_ROLES, Verb, advice

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from wellposed.call_checks import checked_arguments, require_module
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, DataError, ShapeError, UnsoundBoundError
 from wellposed.head_kind import check_single_label
+from wellposed.model_checks import require_module
 from wellposed.models import WindowsForSequenceClassification, text_positions
 from wellposed.options import Count, Size, fits
 from wellposed.text_table import aligned

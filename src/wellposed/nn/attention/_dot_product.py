@@ -16,7 +16,7 @@ from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention._heads import HeadProjections, MemoryAttention, SelfAttention, builder
 from wellposed.nn.attention._masks import AttentionMask
 from wellposed.options import Positive, Rate, Size, Strength
-from wellposed.tensor_calls import attend
+from wellposed.second_derivatives import attend
 
 
 class SoftmaxHeads(HeadProjections):

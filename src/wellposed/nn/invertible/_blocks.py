@@ -34,7 +34,8 @@ from wellposed.nn.invertible._inversion import (
     with_error_bound,
 )
 from wellposed.options import Positive, Seed, Size
-from wellposed.tensor_calls import is_transformed, with_graph
+from wellposed.second_derivatives import with_graph
+from wellposed.torch_modes import is_transformed
 
 
 class InvertibleResidual(CheckedModule):

@@ -1,0 +1,36 @@
+"""Modes of torch that change how a call computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def in_ordinary_modes(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a call record gradients in the dtypes of its tensors, in any mode of the caller."""
+
+    @functools.wraps(call)
+    def ordinary(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return call(*args, **kwargs)
+
+    return ordinary
+
+
+def is_transformed() -> bool:
+    """Return whether torch.func or forward-mode differentiation is active."""
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
