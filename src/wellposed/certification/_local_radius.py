@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.attack import activation_dtype
-from wellposed.call_checks import known_keywords, require_module
+from wellposed.call_checks import known_keywords
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._centres import Centre, Centres, check_around, record_centres
 from wellposed.certification._certificate import Certificate
@@ -18,6 +18,7 @@ from wellposed.certification._cross_check import undisturbed
 from wellposed.certification._walk import CertificateBuilder, RuleContext
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import MASK_KINDS, MaskKind
+from wellposed.model_checks import require_module
 
 # The first guess of a radius, relative to the largest token; and the range that is searched.
 _FIRST = 1e-2
