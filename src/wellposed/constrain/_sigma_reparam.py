@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from wellposed.call_checks import checked_arguments, say_moves
+from wellposed.call_checks import checked_arguments
 from wellposed.constrain._select import WeightSlice, Where, select_weights, unwrap_model
 from wellposed.errors import ConfigError, listed
 from wellposed.interrupts import undoing
 from wellposed.linalg import certified_spectral_norm, is_sharded
+from wellposed.moves import say_moves
 from wellposed.nn import SigmaReparam
 from wellposed.options import Positive
 from wellposed.roles import Verb
