@@ -200,3 +200,17 @@ def test_what_is_not_definite_or_not_finite_is_not_proved(value):
     matrix = torch.eye(3, dtype=torch.float64)
     matrix[2, 0] = matrix[0, 2] = 2.0 if value in (0.0, -1.0) else value
     assert not bool(proves_definite({(0, 0): matrix}, [none]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_defaults_of_the_caller_change_no_bound(device):
+    """A slope rounded to bfloat16 would be another one."""
+    torch.manual_seed(0)
+    links = [Matrix(torch.randn(6, 4)), Slopes(-0.128905, 1.128905), Matrix(torch.randn(4, 6))]
+    expected = branch_bound([network_of(links)], [1.0], [1.0])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            assert branch_bound([network_of(links)], [1.0], [1.0]) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -23,6 +23,7 @@ from wellposed.certification.bounds._search import (
 )
 from wellposed.errors import ConfigError
 from wellposed.linalg import proves_definite, symmetric_product
+from wellposed.torch_modes import on_the_cpu
 
 UNIT = torch.finfo(torch.float64).eps / 2
 _MORE_TERMS = 8
@@ -30,8 +31,8 @@ _MORE_TERMS = 8
 _FACTORS = (0.05, 0.12, 0.3, 0.6, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0, 1e3, 1e4)
 _WIDE = 256
 """Widths from which multiples of one vector are tried, by few products."""
-_WIDE_FACTORS = (0.3, 0.8, 2.0, 5.0, 12.0, 30.0)
-_POWER_STEPS = 12
+_WIDE_FACTORS = (0.5, 1.5, 5.0, 15.0)
+_POWER_STEPS = 6
 _WORK = 5e8
 """Multiply-adds that a search may take for one layer; wide layers get fewer steps."""
 _STEPS = 50
@@ -50,6 +51,7 @@ class _Maps:
     """Which hidden units are in B and C; the slope of the others is known, or has no effect."""
 
 
+@on_the_cpu
 def branch_bound(
     networks: Sequence[Network],
     skips: Sequence[float],

@@ -23,6 +23,7 @@ from wellposed.certification.bounds._search import (
 )
 from wellposed.errors import ConfigError
 from wellposed.linalg import block_factor, proves_definite
+from wellposed.torch_modes import on_the_cpu
 
 UNIT = torch.finfo(torch.float64).eps / 2
 _MORE_TERMS = 8
@@ -37,6 +38,7 @@ _TEMPERATURE = 0.1
 Blocks = dict[tuple[int, int], Tensor]
 
 
+@on_the_cpu
 def chain_bound(
     network: Network,
     skip: float = 0.0,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.linalg import certified_spectral_norm
+from wellposed.torch_modes import on_the_cpu
 
 # Points of the grid over a frequency for each tap beyond the first, from fine to coarse.
 _FINENESS = (32, 16, 8, 4)
@@ -18,6 +19,7 @@ _WORK = 4e9
 _ROUNDING = 1e-14
 
 
+@on_the_cpu
 def convolution_norm(kernel: Tensor, *, stride: tuple[int, ...] = (1,), groups: int = 1) -> float:
     """Return an upper bound of the 2-norm of a convolution, for signals of every length.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError
+from wellposed.torch_modes import on_the_cpu
 
 UNIT = torch.finfo(torch.float64).eps / 2
 # Roundings of a sum beyond one for each term.
@@ -46,7 +47,7 @@ class Slopes:
     high: float | Tensor
 
     def __post_init__(self) -> None:
-        low, high = (torch.as_tensor(end, dtype=torch.float64) for end in (self.low, self.high))
+        low, high = map(_float64, (self.low, self.high))
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
             raise ConfigError(
                 f"slopes: expected finite numbers low <= high, received low={self.low},"
@@ -82,6 +83,7 @@ class Network:
         return self.excess < _LARGEST and all(map(_has_usual_size, self.weights))
 
 
+@on_the_cpu
 def network_of(links: Sequence[Link]) -> Network | None:
     """Return the network of some links, or None if it has fewer than two linear maps.
 
@@ -180,12 +182,16 @@ def _first_width(links: Sequence[Link]) -> int:
     return first.weight.shape[1]
 
 
+def _float64(value: float | Tensor) -> Tensor:
+    """Return a number or a tensor in float64 on the CPU, without rounding by the default dtype."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
 def _ends(link: Slopes, width: int) -> tuple[Tensor, Tensor]:
     """Return the middle and half the length of an interval that contains all slopes."""
-    low, high = (
-        torch.as_tensor(end).detach().to("cpu", torch.float64).expand(width)
-        for end in (link.low, link.high)
-    )
+    low, high = (_float64(end).expand(width) for end in (link.low, link.high))
     mid = (low + high) / 2
     return mid, torch.maximum(high - mid, mid - low) * (1 + 4 * UNIT)
 

@@ -13,6 +13,7 @@ from wellposed.certification.bounds._branch import branch_bound, branch_square, 
 from wellposed.certification.bounds._chain import chain_square, searched_chain
 from wellposed.certification.bounds._network import Link, Matrix, Network, network_of
 from wellposed.linalg import certified_spectral_norm
+from wellposed.torch_modes import on_the_cpu
 
 _NEARLY_ISOMETRIC = 0.95
 """Root mean square of the singular values over the largest from which multipliers win too little."""
@@ -34,6 +35,7 @@ class Tight:
 NO_BOUND = Tight(math.inf, "")
 
 
+@on_the_cpu
 def tightest_bound(links: Sequence[Link], skip: float = 0.0, scale: float = 1.0) -> Tight:
     """Return a bound of ``s x + c f(x)`` in the 2-norm, f being the links in sequence.
 
@@ -67,6 +69,7 @@ def _by_depth(network: Network, skip: float, scale: float) -> Tight:
     return Tight(bound, CHAIN, lambda live: chain_square(live, skip, scale, multipliers))
 
 
+@on_the_cpu
 def tight_slope(links: Sequence[Link], tight: Tight) -> Tensor | None:
     """Return a bound by multipliers with the gradient of the weights, or None if it has none."""
     if tight.squared is None:

@@ -46,7 +46,9 @@ def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
     if mask == "full":
         total = seq_len / (1 + (seq_len - 1) * decay)
     elif mask == "causal":
-        total = float((1 / (1 + decay * torch.arange(seq_len, dtype=torch.float64))).sum())
+        total = float(
+            (1 / (1 + decay * torch.arange(seq_len, dtype=torch.float64, device="cpu"))).sum()
+        )
     return math.sqrt(min(seq_len, total) * (1 + 1e-12))
 
 
