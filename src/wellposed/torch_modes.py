@@ -33,14 +33,14 @@ def on_the_cpu(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     """Make the new tensors of a call lie on the CPU, whatever default device the caller has set."""
 
     @functools.wraps(call)
-    def there(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def on_cpu(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         # The context costs time at every operation, so it is entered only for another default.
         if torch.get_default_device().type == "cpu":
             return call(*args, **kwargs)
         with torch.device("cpu"):
             return call(*args, **kwargs)
 
-    return there
+    return on_cpu
 
 
 def is_transformed() -> bool:

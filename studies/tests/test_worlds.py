@@ -11,6 +11,7 @@ from studies.tests.test_judges import (
     BY_THOUGHT,
     UNDECIDABLE,
     VERDICTS,
+    against_baseline,
     by_stack,
     changes,
     drift,
@@ -123,6 +124,10 @@ def capped(gain):
         "best": [2.5001, 2.51, 2.49],
     }
     return ([loss_by_rate.paired(ours, plain)] * 2,)
+
+
+def beside_the_baseline(gain):
+    return ([against_baseline(-gain), against_baseline(-gain / 2)],)
 
 
 def rivals(gain):
@@ -284,6 +289,7 @@ WORLDS = {
     "frontier/order": of_effect(lambda gain: ([[near(gain)]] * 2,), 0.2),
     "frontier/words": of_effect(lambda gain: ({0: [gain, gain + 1e-4, gain - 2e-4], 1: []},), 0.1, (None, False, True)),
     "frontier/rates": of_effect(capped, 0.3, NONE_OF_IT),
+    "frontier/methods": of_effect(beside_the_baseline, 0.1, NONE_OF_IT),
     "frontier/translation": Worlds((near(-2.0),), (near(0.0),), (near(-5.0),), (near(2.0),)),
 }  # fmt: skip
 

@@ -53,10 +53,10 @@ def placebo(runs: Sequence[Run], first: Run) -> str:
     if not runs:
         return ""
     moves = [run.result["train_info"].get("penalty_moves") for run in runs]
-    known = [float(move) for move in moves if isinstance(move, (int, float))]
-    if not known or len(known) < len(moves) or not _differs_by_penalty(runs[0], first):
+    estimates = [float(move) for move in moves if isinstance(move, (int, float))]
+    if not estimates or len(estimates) < len(moves) or not _differs_by_penalty(runs[0], first):
         return ""
-    mean = sum(known) / len(known)
+    mean = sum(estimates) / len(estimates)
     if mean >= PLACEBO:
         return ""
     return (

@@ -128,10 +128,10 @@ def record_centres(module: nn.Module, around: Tensor, *, is_causal: bool = False
         for handle in handles:
             handle.remove()
     # A part that runs twice, or on something else than tokens, has no one centre.
-    known = {
+    centres = {
         key: calls[0] for key, calls in recorded.items() if len(calls) == 1 and len(calls[0].tokens)
     }
-    return Centres(known, outputs.double(), len(around))
+    return Centres(centres, outputs.double(), len(around))
 
 
 def _mask_of(keywords: Mapping[str, Any]) -> str:

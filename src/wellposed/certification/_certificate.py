@@ -252,8 +252,8 @@ class Certificate:
                 f"radius: expected labels {tuple(inputs)}, received {tuple(labels.shape)}"
             )
         classes = range(logits.shape[-1])
-        known = () if labels is None else labels.unique().tolist()
-        wrong = [label for label in known if label not in classes]
+        asked = () if labels is None else labels.unique().tolist()
+        wrong = [label for label in asked if label not in classes]
         if wrong:
             raise ShapeError(f"radius: labels must be in [0, {len(classes)}), received {wrong[:5]}")
         self._check_lengths(tokens, inputs)

@@ -83,8 +83,8 @@ class CertificateBuilder:
         context = self._near_centre(module, context)
         asked = (context.norm, context.tokens, context.min_tokens, context.given_mask)
         key = (id(module), (*asked, context.radius, context.is_branch, context.moved))
-        known = self.memory.get(key)
-        bound = self._answer(module, context, index) if known is None else known[1]
+        remembered = self.memory.get(key)
+        bound = self._answer(module, context, index) if remembered is None else remembered[1]
         if changes_input(module) and not bound.overwrites:
             bound = replace(bound, fresh=False, overwrites=f"{context.path or 'it'} ({kind})")
         if bound.overwrites:

@@ -315,17 +315,17 @@ def _nothing_for_muon(model: nn.Module, batch: Any) -> ConfigError:
 
 def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[int, bool]:
     """Return the id of each parameter for Muon, and whether it is stored (in, out)."""
-    known: list[RoleWeight] = []
+    located: list[RoleWeight] = []
     model_roles = roles_or_error(_MUON, model, batch)
     if isinstance(model_roles, Roles):
-        known += model_roles.weights()
+        located += model_roles.weights()
         if model_roles.notes and muon is None:
             notes = "; ".join(model_roles.notes)
             logger.warning("MuonAndAdamW: %s; or name matrices with muon=", notes)
     elif muon is None and not isinstance(model_roles, RoleNotFoundError):
         problem = f"{model_roles}\nor name the matrices with muon="
         raise ConfigError(problem) from model_roles
-    views = [weight.view for weight in known if weight.role in _HIDDEN]
+    views = [weight.view for weight in located if weight.role in _HIDDEN]
     by_role = {id(view.parameter): view.transposed for view in views}
     if muon is not None:
         chosen = select_weights(model, muon, model_roles=model_roles, verb=_MUON)
@@ -336,5 +336,7 @@ def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[i
         _check_matrices((label, p) for label, p, _ in named if p is not None)
         return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in named}
     tables = {id(getattr(part, "weight", None)) for part in model.modules() if is_table(part)}
-    tables |= {id(weight.view.parameter) for weight in known if weight.role.endswith("_embedding")}
+    tables |= {
+        id(weight.view.parameter) for weight in located if weight.role.endswith("_embedding")
+    }
     return {key: transposed for key, transposed in by_role.items() if key not in tables}

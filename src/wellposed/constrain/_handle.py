@@ -66,7 +66,7 @@ class Constraint:
         """The costs of a step, after ``constrain_(..., dry_run=True)``."""
         self._pending: list[Any] = []
         """The weights of the step that began."""
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._hooks: list[Any] = []
         self._is_attached = False
         # Parameters without a state before the step that began: an exception may leave half of one.
@@ -100,7 +100,7 @@ class Constraint:
         """
         check_still_there(self._model, self._names)
         for line in self._calls.changes():
-            self._say(
+            self._warn_once(
                 line,
                 f"{line}, so the layer computes something else than its constrained weight. Remove"
                 " that, or count on the weight alone",
@@ -166,7 +166,7 @@ class Constraint:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, which a copy does not have, and the state of one step."""
-        fresh: dict[str, Any] = {"_hooks": [], "_pending": [], "_said": set(), "_idle": {}}
+        fresh: dict[str, Any] = {"_hooks": [], "_pending": [], "_warned": set(), "_idle": {}}
         fresh |= {"_is_attached": False, "_stateless": []}
         return {**self.__dict__, **fresh}
 
@@ -233,14 +233,14 @@ class Constraint:
 
     def _say_before_step(self, optimizer: Optimizer, restarted: Sequence[str]) -> None:
         if not guard_of(optimizer).is_running:
-            self._say(
+            self._warn_once(
                 "unguarded",
                 f"the step of {type(optimizer).__name__} was compiled or bound to a name before"
                 " constrain_: if an exception or Ctrl-C ends it, the weights are restored at the next"
                 " step or by remove(), not at once. Compile or bind optimizer.step after constrain_",
             )
         if restarted:
-            self._say(
+            self._warn_once(
                 "moments",
                 "moments of these weights come from steps without this constraint;"
                 f" they restart from zero:\n{listed(restarted)}",
@@ -258,7 +258,7 @@ class Constraint:
 
     def _say_late(self, late: Sequence[Constrained]) -> None:
         if late:
-            self._say(
+            self._warn_once(
                 "late",
                 "a step_pre_hook registered after constrain_ made the gradients of these weights."
                 " Their steps were free, then projected to the nearest in the set; register it"
@@ -286,9 +286,9 @@ class Constraint:
             weight.abandon()
         self._end_step()
 
-    def _say(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, ConstraintWarning, stacklevel=2)
 
     def holds(self, weight_slice: WeightSlice) -> bool:
@@ -299,7 +299,7 @@ class Constraint:
         """Warn if a weight changes between backward passes while its optimizer takes no step."""
 
         def say() -> None:
-            self._say(
+            self._warn_once(
                 "idle",
                 f"constrained weights changed {LIMIT} times, but the optimizer given to constrain_"
                 " took no step: another optimizer trains them, and they leave their set. Call"

@@ -47,7 +47,7 @@ class ConstrainedMatrix(Constrained):
     def __init__(self, part: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
         assert part.parameter is not None  # refused before otherwise
         super().__init__(part.label, [part], part.parameter, optimizer)
-        self.place = part
+        self.slice = part
         self.set = matrix_set
         self.memory: Any = matrix_set.memory()
         """State that the set keeps of this matrix from one step to the next, until `forget`."""
@@ -78,7 +78,7 @@ class ConstrainedMatrix(Constrained):
         """The matrix from before the step."""
         self.owner: int | None = None
         """The rank that works on the matrix; None if every rank does."""
-        self.whole: ConstrainedMatrix | None = None
+        self.gathered: ConstrainedMatrix | None = None
         """The matrix as its owner works on it."""
         self.is_displaced = False
         """Whether the parameter was zeroed, so that it holds the bare step."""
@@ -99,16 +99,16 @@ class ConstrainedMatrix(Constrained):
     def value(self) -> Tensor:
         """The matrix, detached, or the part of it in this process's shard: a view."""
         if self.layout is None:
-            return self.place.seen(self.parameter.detach())
+            return self.slice.seen(self.parameter.detach())
         parameter: Any = self.parameter.detach()
         part = self.layout.part(parameter.to_local())
-        return part.mT if self.place.transposed else part
+        return part.mT if self.slice.transposed else part
 
     @property
     def gradient(self) -> Tensor | None:
         """The matrix's part of the gradient: a view."""
         gradient = self.parameter.grad
-        return None if gradient is None else self.place.seen(gradient)
+        return None if gradient is None else self.slice.seen(gradient)
 
     @property
     def entries_in_float32(self) -> int:
@@ -155,7 +155,7 @@ class ConstrainedMatrix(Constrained):
 
     def error(self, wholes: Wholes | None = None, *, norm: ErrorNorm = "max") -> float:
         """Measure how far the matrix, as stored, is from the set."""
-        matrix = (wholes or Wholes()).of(self.parameter, self.place)
+        matrix = (wholes or Wholes()).of(self.parameter, self.slice)
         return self.set.error(matrix) if norm == "max" else self.set.spectral_error(matrix)
 
     def write_whole(self, result: Tensor) -> None:
@@ -163,9 +163,9 @@ class ConstrainedMatrix(Constrained):
         if self.layout is None:
             write_(self.value, result)
             return
-        stored = result.mT if self.place.transposed else result
+        stored = result.mT if self.slice.transposed else result
         part = self.layout.split(stored)[self.layout.cut.rank]
-        self.value.copy_(part.mT if self.place.transposed else part)
+        self.value.copy_(part.mT if self.slice.transposed else part)
 
     def forget(self) -> None:
         """Measure error and moments at the next step: free steps may have come between."""
@@ -175,7 +175,7 @@ class ConstrainedMatrix(Constrained):
         self.memory = self.set.memory()
         self._state = None
         self.drift = math.inf
-        self.whole = None
+        self.gathered = None
         if self.is_half and self.master is None:
             self.adopt_master(None)
 
@@ -303,7 +303,7 @@ class ConstrainedMatrix(Constrained):
 
     def release(self) -> None:
         """Restart moments that are in Lie coordinates, and remove all notes beside them."""
-        self.master = self._exposed = self.whole = None
+        self.master = self._exposed = self.gathered = None
         self.memory = self.set.memory()
         state = self.optimizer.state.get(self.parameter)
         if state is None:

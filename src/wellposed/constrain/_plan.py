@@ -63,7 +63,7 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
             part = sum(sizes[index] for index in travel) // ranks
             arrived = max(part, *(sizes[index] for index in travel))
             buffers = max(buffers, (1 + is_steered) * (part + 2 * arrived))
-    roles = ("/".join(sorted(weight.place.roles)) or "weight" for weight in weights)
+    roles = ("/".join(sorted(weight.slice.roles)) or "weight" for weight in weights)
     stored = ((weight.shape, weight.parameter.dtype) for weight in weights)
     kinds = counted_kinds((role, *kind) for role, kind in zip(roles, stored, strict=True))
     cost = {"all_to_all": calls} if calls else {}, round(sent), max(copies), peak + buffers + spare

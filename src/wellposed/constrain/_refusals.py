@@ -33,8 +33,8 @@ def merge_tied(model: nn.Module, chosen: Sequence[WeightSlice]) -> list[WeightSl
         rows = (id(part.parameter), part.expert, part.rows)
         key = index if part.parameter is None else rows
         name_here = part.parameter_name
-        known = names.get(id(part.parameter), [])
-        others = tuple(name for name in known if name != name_here)
+        paths = names.get(id(part.parameter), [])
+        others = tuple(name for name in paths if name != name_here)
         if others and key not in merged:
             logger.warning("%s is tied to %s; constrained once", name_here, ", ".join(others))
         merged.setdefault(key, replace(part, also=others))

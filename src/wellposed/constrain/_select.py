@@ -183,7 +183,7 @@ def select_weights(
     chosen: set[int] = set()
     unmatched: list[str] = []
     wanted: list[str] = []
-    known = frozenset().union(*(part.roles for part in candidates))
+    present = frozenset().union(*(part.roles for part in candidates))
     for asked in _asked(where):
         matched = _matching(asked, candidates)
         roles = _LAYER_ROLES if asked == LAYERS else [role for role in ROLE_NAMES if role == asked]
@@ -194,13 +194,13 @@ def select_weights(
                 f" where='re:{asked}' for the module, or names of all weights with that role"
             )
         if roles and not matched:
-            wanted += [role for role in roles if role in known] or roles
+            wanted += [role for role in roles if role in present] or roles
         elif not matched:
             unmatched.append(_no_match(asked, candidates))
         chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    _check_roles(verb, model, wanted, known, model_roles)
+    _check_roles(verb, model, wanted, present, model_roles)
     played = {id(part) for part in candidates if not part.roles.isdisjoint(wanted)}
     selected = [part for part in candidates if id(part) in chosen | played]
     if per is not None:
@@ -231,15 +231,15 @@ def _check_roles(
     verb: Verb,
     model: nn.Module,
     wanted: Iterable[str],
-    known: frozenset[str],
+    present: frozenset[str],
     model_roles: Roles | WellposedError,
 ) -> None:
     """Raise for a role that no weight of the model plays."""
     if wanted and isinstance(model_roles, WellposedError):
         raise model_roles
-    missing = ", ".join(role for role in wanted if role not in known)
+    missing = ", ".join(role for role in wanted if role not in present)
     if missing and isinstance(model_roles, Roles):
-        have = ", ".join(role for role in ROLE_NAMES if role in known)
+        have = ", ".join(role for role in ROLE_NAMES if role in present)
         problem = f"no weight of the model plays the role {missing}; it has {have}"
         lines = [f"{verb.name}: {problem}", *model_roles.notes]
         raise RoleNotFoundError("\n".join([*lines, batch_advice(verb, model, model_roles)]))

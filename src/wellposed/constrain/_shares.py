@@ -70,7 +70,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
         wholes: dict[int, ConstrainedMatrix] = {}
         for index, value in wholes_of(values, layouts, owners).items():
             matrix = matrices[index]
-            gathered = matrix.whole or _follow(matrix, value)  # the step was not prepared
+            gathered = matrix.gathered or _follow(matrix, value)  # the step was not prepared
             if _is_read_before(matrix):
                 gathered.remember(decayed=matrix.is_displaced)
             gathered.is_displaced = matrix.is_displaced
@@ -91,7 +91,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
             outcomes.append((matrix, Retraction("exponential" if code else "", size, drift)))
         else:
             reason = f"rank {matrix.owner} of its mesh, which works on it, says why"
-            outcomes.append((matrix, taken.get(matrix.whole, reason)))
+            outcomes.append((matrix, taken.get(matrix.gathered, reason)))
     return outcomes
 
 
@@ -147,13 +147,13 @@ def _follow(
     matrix: ConstrainedMatrix, value: Tensor, gradient: Tensor | None = None
 ) -> ConstrainedMatrix:
     """Return a matrix, plain and whole, as its owner works on it after edits."""
-    gathered = matrix.whole or copy(matrix)
+    gathered = matrix.gathered or copy(matrix)
     gathered.layout = None
-    gathered.place = replace(matrix.place, expert=None, rows=None)
+    gathered.slice = replace(matrix.slice, expert=None, rows=None)
     gathered.parameter = nn.Parameter(value)
     gathered.parameter.grad = gradient
     try:
-        if matrix.whole is None:
+        if matrix.gathered is None:
             gathered.owner = gathered.before = None
             gathered.optimizer = cast(Any, SimpleNamespace(state={}))
             gathered.forget()
@@ -163,7 +163,7 @@ def _follow(
         gathered.master = value.to(gathered.dtype)
     if math.isfinite(matrix.drift):  # of a checkpoint
         gathered.drift = matrix.drift
-    matrix.whole = gathered
+    matrix.gathered = gathered
     gathered.set = matrix.set
     return gathered
 

@@ -190,8 +190,8 @@ def _problem(part: WeightSlice, names: Sequence[str]) -> str:
         " knows": parameter.ndim != 2 + (part.expert is not None),
         "it is on the meta device, without values; load the weights first": parameter.is_meta,
     }
-    known = next((problem for problem, is_so in problems.items() if is_so), "")
-    return known or _problem_of_values(part.seen(parameter.detach()))
+    problem_of_kind = next((problem for problem, is_so in problems.items() if is_so), "")
+    return problem_of_kind or _problem_of_values(part.seen(parameter.detach()))
 
 
 def _problem_of_values(matrix: Tensor) -> str:

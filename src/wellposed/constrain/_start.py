@@ -72,7 +72,7 @@ def _start(
     chunk: Sequence[Any], *, dry_run: bool, undos: list[Callable[[], None]] | None
 ) -> list[ConstrainedWeight]:
     wholes = Wholes()
-    stack = torch.stack([wholes.of(weight.parameter, weight.place) for weight in chunk])
+    stack = torch.stack([wholes.of(weight.parameter, weight.slice) for weight in chunk])
     nearest = chunk[0].set.nearest_stack(stack)
     inside = nearest.matrices
     length = torch.linalg.matrix_norm(stack, dtype=inside.dtype)
@@ -98,7 +98,7 @@ def _start(
             moved_frobenius=moved[index],
             error_before=nearest.before[index],
             error_after=nearest.after[index],
-            also=weight.place.also,
+            also=weight.slice.also,
         )
         rows.append(row)
     return rows

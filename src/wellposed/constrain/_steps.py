@@ -94,8 +94,8 @@ class MatrixConstraint(Constraint):
                 " wellposed.parameter_groups(model, weight_decay, where=...)"
                 f" does:\n{listed(refused)}"
             )
-        if decayed and "decay" not in self._said:
-            self._said.add("decay")
+        if decayed and "decay" not in self._warned:
+            self._warned.add("decay")
             logger.warning(
                 "constrain_: weight decay is left out of the steps of %d weights: the constraint"
                 " sets their size",
@@ -206,7 +206,7 @@ class MatrixConstraint(Constraint):
         """Warn of a step that was too long for the quick retraction."""
         for weight, taken in outcomes:
             if isinstance(taken, Retraction) and taken.method in ("exponential", "svd"):
-                self._say(
+                self._warn_once(
                     "large",
                     f"{weight.path}: one step or edit moved this orthogonal weight by up to"
                     f" {taken.size:.2g} (spectral norm; {QUADRATIC_LIMIT:g} is a radian), so the slower"

@@ -239,8 +239,9 @@ class Classifier(Head):
     loss_name = "ForSequenceClassification"
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
+        # First, as drawing the weights may run the model (mimetic_).
         self.pool = POOLINGS.get(config.pooling)
+        super().__init__(config)
 
     def pooled(self, input_ids: Any, attention_mask: Any, **inputs: Any) -> tuple[Tensor, Any]:
         """Return one vector per sequence, (batch, width), and the output of the body."""

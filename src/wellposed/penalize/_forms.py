@@ -26,9 +26,10 @@ def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> d
         raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
     asked = dict.fromkeys(strengths, form) if isinstance(form, str) else {**form}
     asked.pop(AFFINITY, None)  # see `affinity_form`
+    names = (*_OURS, *FORMS)
     for strength, name in asked.items():
-        if name not in (known := (*_OURS, *FORMS)):
-            raise unknown_name("form", str(name), known)
+        if name not in names:
+            raise unknown_name("form", str(name), names)
         if strength not in PENALISED_ROLES:
             raise unknown_name("strength in form", strength, PENALISED_ROLES)
 

@@ -171,7 +171,7 @@ class OrthogonalityPenalty:
         probes = {"num_probes": num_probes, "generator": generator}
         self._affinity_form = affinity_form(form, estimator=estimator, **probes)
         self.roles: Roles
-        self._given: list[Term]
+        self._all_terms: list[Term]
         self._live: LiveParts
         self._calls: CallWatch
         self._parts: list[Part] | None
@@ -352,7 +352,7 @@ class OrthogonalityPenalty:
                 paths = {role.path for role in capture.attention.values()}
                 parts |= {path: model.get_submodule(path) for path in paths}
             undo.set(self, "roles", roles)
-            undo.set(self, "_given", terms)
+            undo.set(self, "_all_terms", terms)
             undo.set(self, "_live", LiveParts(model, parts))
             read = (view for term in terms for view in term.views if not view.is_computed)
             undo.set(self, "_calls", CallWatch(model, read))
@@ -365,8 +365,8 @@ class OrthogonalityPenalty:
 
     def _count(self, stacklevel: int) -> None:
         """Count shared weights once, with the adapters that are active."""
-        terms, notes = distinct_terms(self._given)
-        state = bound_state(self._given, terms)
+        terms, notes = distinct_terms(self._all_terms)
+        state = bound_state(self._all_terms, terms)
         if notes and self.notes != tuple(notes):
             warnings.warn(
                 "weights shared between roles are penalised once:\n" + listed(notes),
@@ -381,11 +381,11 @@ class OrthogonalityPenalty:
         # ZeRO-3 takes all weights of a model, so the first tells; this is run in every step.
         if not torch.compiler.is_compiling() and is_in_parts(next(self._live.model.parameters())):
             check_whole("OrthogonalityPenalty", self._live.model)
-        now = bound_state(self._given, self._terms)
+        now = bound_state(self._all_terms, self._terms)
         lines = self._live.changes()
         if now == self._state and not lines:
             return
-        views = (view for term in self._given for view in term.views)
+        views = (view for term in self._all_terms for view in term.views)
         for view, (before, *_), (after, *_) in zip(views, self._state[0], now[0], strict=True):
             if before != after and before and after:
                 name = view.parameter_name

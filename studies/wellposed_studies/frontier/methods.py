@@ -157,14 +157,14 @@ def _tried(request: Request, sizes: Sizes, text: Text, kind: str, name: str) -> 
 
 def searched(rates: Sequence[float], loss: Any) -> dict[float, float]:
     """Return the loss at every rate, and at more while the best is at an end, up to `WIDER` there."""
-    known = {_rounded(rate): loss(_rounded(rate)) for rate in rates}
+    losses = {_rounded(rate): loss(_rounded(rate)) for rate in rates}
     for factor, end in itertools.product((math.sqrt(10), 1 / math.sqrt(10)), range(WIDER)):
         del end
-        edge = max(known) if factor > 1 else min(known)
-        if len(known) > 1 and min(known, key=lambda rate: known[rate]) == edge:
+        edge = max(losses) if factor > 1 else min(losses)
+        if len(losses) > 1 and min(losses, key=lambda rate: losses[rate]) == edge:
             further_rate = _rounded(edge * factor)
-            known[further_rate] = loss(further_rate)
-    return dict(sorted(known.items()))
+            losses[further_rate] = loss(further_rate)
+    return dict(sorted(losses.items()))
 
 
 def _rounded(rate: float) -> float:

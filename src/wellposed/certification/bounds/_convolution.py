@@ -108,4 +108,4 @@ def _on_grid(matrices: Tensor, taps: torch.Size, sizes: list[int]) -> float:
 
 
 def _opposite(point: tuple[int, ...], sizes: list[int]) -> tuple[int, ...]:
-    return tuple(-place % size for place, size in zip(point, sizes, strict=True))
+    return tuple(-index % size for index, size in zip(point, sizes, strict=True))

@@ -251,7 +251,7 @@ def _excess(
     sizes = [_size(weight) + error for weight, error in zip(weights, errors, strict=True)]
     steep = math.prod(float((mid.abs() + half).max()) for mid, half in slopes)
     others = (
-        error * math.prod(size for place, size in enumerate(sizes) if place != index)
+        error * math.prod(size for other, size in enumerate(sizes) if other != index)
         for index, error in enumerate(errors)
     )
     return 1.01 * steep * sum(others) + UNDERFLOW

@@ -17,7 +17,7 @@ Convolution = nn.Conv1d | nn.Conv2d
 def _padding(module: Convolution) -> list[tuple[int, int]]:
     """Return the padding before and after, for each dimension."""
     flat = module._reversed_padding_repeated_twice
-    return [(flat[place], flat[place + 1]) for place in range(len(flat) - 2, -1, -2)]
+    return [(flat[index], flat[index + 1]) for index in range(len(flat) - 2, -1, -2)]
 
 
 @register_rule(nn.Conv1d)

@@ -112,8 +112,8 @@ def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
     radius = times(spread, context.radius) + shift
     form = "largest absolute row sum" if context.norm == "inf" else "largest singular value"
     bound = context.operator_norm(weight)
-    known = math.inf if context.norm == "inf" else bound
-    links = (Matrix(weight.detach(), known, source=lambda: module.weight),)
+    spectral = math.inf if context.norm == "inf" else bound
+    links = (Matrix(weight.detach(), spectral, source=lambda: module.weight),)
     made = LayerBound(bound, form, "exact", out_radius=radius, fresh=True, links=links)
     is_spectral = context.norm != "inf"
     return replace(made, slope=lambda: _norm_with_gradient(module.weight, is_spectral=is_spectral))

@@ -125,12 +125,12 @@ def _attention_of(
             "constrain_: to='logits' needs a query or key of attention, and none of these weights is"
             f" one; leave where= out for all queries:\n{listed([part.label for part in chosen])}"
         )
-    known = [
+    with_rows = [
         r
         for r in roles
         if {"query", "key"} <= {*r.heads} and "query" not in dict(r.extra_projections)
     ]
-    unknown = [role.path for role in roles if role not in known]
+    unknown = [role.path for role in roles if role not in with_rows]
     if unknown:
         raise ConfigError(
             "constrain_: to='logits' scales rows by head, and the rows of these heads are unknown, or"

@@ -53,7 +53,7 @@ class LogitConstraint(Constraint):
         self._end_step()
 
         if unseen:
-            self._say(
+            self._warn_once(
                 "unseen",
                 f"{unseen[0].path}: no forward pass with gradients was seen in this module since the"
                 " optimizer's last step, so its logits are not constrained. Run the model that was"

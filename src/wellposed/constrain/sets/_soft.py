@@ -79,9 +79,9 @@ class SpectralSoft(SpectralSize):
         scale = (_MOST / norms.clamp_min(_MOST)) / self.size
         point = tall(wide(matrix)) * scale[..., None, None]
         table = point.new_tensor(strengths())
-        place = (norms.clamp(1.0, _MOST) - 1.0) * (_KNOTS / (_MOST - 1.0))
+        knot = (norms.clamp(1.0, _MOST) - 1.0) * (_KNOTS / (_MOST - 1.0))
         # The next knot: a larger strength bends more.
-        strength = table[place.ceil().long().clamp_max(_KNOTS)][..., None, None]
+        strength = table[knot.ceil().long().clamp_max(_KNOTS)][..., None, None]
         with full_precision(point.device.type):
             once = point - strength * (point @ (point.mT @ point))
             twice = once + strength * (once @ (once.mT @ once))

@@ -70,5 +70,5 @@ def largest_singular_values(matrices: Tensor, work: Workspace, *, zeros: bool) -
     if work.bounds("none", is_bad.sum(), guess=(0.0,))[0] > 0.0:
         what = "is not finite" if zeros else "is zero or not finite, and has no direction"
         raise ConvergenceError(f"a {tuple(matrices.shape[-2:])} matrix {what}")
-    known = gram.where(torch.isfinite(gram), 0.0)
-    return torch.linalg.eigvalsh(known)[..., -1].clamp_min(0.0).sqrt()
+    finite = gram.where(torch.isfinite(gram), 0.0)
+    return torch.linalg.eigvalsh(finite)[..., -1].clamp_min(0.0).sqrt()
