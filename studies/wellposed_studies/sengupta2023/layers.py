@@ -495,11 +495,8 @@ def figure_6(request: Request) -> Reproduction:
             for name in names
         ]
         panels.append(Panel(f"{LABELS[variant]}: {option}", option, title, series))
-    texts = [
-        f"{model}: {option} {mean_se(values)}"
-        for (model, option), values in change.items()
-        if values
-    ]
+    moved = {case: values for case, values in change.items() if values}
+    texts = [f"{model}: {option} {mean_se(seeds)}" for (model, option), seeds in moved.items()]
     got = f"change of the activation factor from smallest to largest value: {', '.join(texts)}"
     plains = [scale.model_name("post_ln") for scale in study.scales()]
     holds = agreed([judge_figure_6(change, plain) for plain in plains])
