@@ -110,6 +110,7 @@ def constrain_(
     or the optimizer keeps its own copy of the weights (DeepSpeed ZeRO, schedule-free and
     Lookahead are refused).
 
+    >>> import torch
     >>> model = torch.nn.Linear(8, 8)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> handle = constrain_(model, optimizer, where="weight")

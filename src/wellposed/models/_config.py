@@ -220,7 +220,7 @@ class WellposedConfig(CheckedConfig):
     >>> WellposedConfig(norm="per")
     Traceback (most recent call last):
     wellposed.errors.ConfigError: WellposedConfig: 1 value is not usable:
-      norm: unknown norm 'per'; nearest: pre
+      norm: unknown norm 'per'; nearest: pre, derf
     """
 
     model_type = "wellposed"
