@@ -14,7 +14,7 @@ from wellposed.attack import Call, activation_dtype, lipschitz_lower_bound
 from wellposed.call_checks import known_keywords
 from wellposed.certification._certificate import Certificate
 from wellposed.certification._cross_check import TRIED_TOKENS, channels_of, width_of
-from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError, is_about_resources
 from wellposed.interrupts import undoing
 
 _ANY_WIDTH = 8
@@ -93,6 +93,8 @@ def _input_shapes(module: nn.Module, certificate: Certificate) -> dict[str, tupl
         try:
             Call(module, {})(x)
         except (RuntimeError, ValueError, TypeError) as error:
+            if is_about_resources(error):
+                raise
             raise ConfigError(
                 f"attain: the module does not run on an input of shape {(1, *example)}: {error}"
             ) from error
