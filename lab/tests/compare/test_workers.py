@@ -21,7 +21,7 @@ from wellposed_lab.training.config import RunConfig, TrainOptions
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
 WORDS = typed("compare text_classification --data films.tsv --variants post_ln,key:1e38 --seeds 2 "
-"--steps 3 --schedule constant --max-length 5 --model.hidden-size 8 --model.num-hidden-layers 1 "
+"--steps 3 --learning-rate 1e-3 --schedule constant --max-length 5 --model.hidden-size 8 --model.num-hidden-layers 1 "
 "--model.num-attention-heads 2 --batch-size 4 --log-every 1")  # fmt: skip
 ENDLESS = [*WORDS, *typed("--variants post_ln --steps 100000 --jobs 2 --out out")]
 

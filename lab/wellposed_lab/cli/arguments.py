@@ -164,7 +164,7 @@ def _with_typed_length(base: configs.RunConfig, typed: Mapping[str, Any]) -> con
         return base
     if epochs is not None:
         raise ConfigError(
-            f"--steps {steps} and --epochs {epochs} both say how long to train; give one of them"
+            f"--steps {steps} and --epochs {epochs:g} both say how long to train; give one of them"
         )
     return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
