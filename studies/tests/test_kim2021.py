@@ -101,6 +101,7 @@ def test_paper_scale_has_the_papers_numbers(tmp_path):
     model, train = config.model, config.train
     assert (model.hidden_size, model.num_attention_heads, train.batch_size) == (512, 8, 64)
     assert (train.schedule, train.steps, train.warmup_steps) == ("kim2021", 100 * 663, 4000)
+    assert one_layer(Request("medium", tmp_path)).limit is None, "medium reads the whole text"
     sizes = fixed(Request("medium", tmp_path))
     assert run_config(request, sizes, "dot_product", 18).train.schedule == "constant"
 

@@ -65,12 +65,9 @@ def fixed(request: Request) -> Sizes:
 
 
 def one_layer(request: Request) -> Sizes:
-    """Return one layer of `tuned`; at mini and medium scale with so little text that it levels off."""
+    """Return one layer of `tuned`, at mini scale of less text."""
     sizes = replace(tuned(request), depths=(1,))
-    less = request.pick(
-        toy={}, mini={"steps": 2500, "limit": 5000}, medium={"limit": 50000}, paper={}
-    )
-    return replace(sizes, **less)
+    return replace(sizes, steps=2500, limit=5000) if request.scale == "mini" else sizes
 
 
 ONE_LAYER: dict[str, Any] = {"estimated": {"paper": 360}, "power": Power(one_layer), **READS}
