@@ -4,6 +4,7 @@ another route."""
 import itertools
 import math
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -119,4 +120,4 @@ def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="nearest: kim2021/figure"):
         reproduce("kim2021/figure-22", out=tmp_path)
     with pytest.raises(ConfigError, match="unknown scale"):
-        reproduce("kim2021/figure-2", scale="huge", out=tmp_path)
+        reproduce("kim2021/figure-2", scale=cast(Any, "huge"), out=tmp_path)

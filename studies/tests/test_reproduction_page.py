@@ -105,7 +105,9 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
     assert "| verdict | contradicted |" in section(text, "kim2021/figure-7")
     of_figure_9 = section(text, "kim2021/figure-9")
     assert "| verdict | none of that size at a size that was not recorded |" in of_figure_9
-    assert "\n\n| | |\n|---|---|\n| size | not recorded |\n| paper's size | read 5,0" in of_figure_9
+    assert (
+        "\n\n| | |\n|---|---|\n| size | not recorded |\n| paper's size | read [5,0" in of_figure_9
+    )
     unsaid = section(text, "kim2021/figure-3")
     assert "| verdict | undecided |" in unsaid
     assert (
@@ -316,6 +318,7 @@ def test_other_words_are_noticed(part, change):
     values = copy.deepcopy(next(filter(whole, COMMITTED)))
     recipe, request = RECIPES.get(values["recipe"]), Request(values["scale"], Path("nowhere"))
     values |= {"paper_says": recipe.claim, "quoted": recipe.notes_under("Quote")}
+    assert recipe.power is not None
     values |= {"notes": recipe.notes_under("Note"), "power": dict(recipe.power(request))}
     values["criterion"]["test"] = "; ".join(recipe.notes_under("Test"))
     assert other_words(values) == []

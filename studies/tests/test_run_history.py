@@ -2,16 +2,26 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from wellposed_lab.charts import Panel
+from wellposed_lab.training.config import RunConfig, StartOptions
 from wellposed_studies.evidence import FIELDS, KINDS, OWN, PAPER_SIZES, SAME_RUNS, short_size
-from wellposed_studies.recipe import RECIPES, SCALES, Criterion, Recipe, Reproduction
+from wellposed_studies.recipe import RECIPES, SCALES, SIZES, Criterion, Recipe, Reproduction
 from wellposed_studies.reproduce import reproduce
-from wellposed_studies.rows import counted, finished, judged_earlier, row_words, verdict_of
+from wellposed_studies.rows import (
+    counted,
+    finished,
+    is_stale,
+    judged_earlier,
+    row_words,
+    verdict_of,
+)
 from wellposed_studies.run_history import RUN_ENTRIES, disagreement, leads, with_history
+from wellposed_studies.run_sizes import size_of
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "reproduction"
 COMMITTED = [json.loads(path.read_text()) for path in sorted(ROWS.glob("*.json"))]
@@ -32,6 +42,12 @@ def make(monkeypatch, verdicts):
     monkeypatch.setattr(Recipe, "__call__", made)
 
 
+def made_row(folder):
+    values = finished(folder, NAME)
+    assert values is not None
+    return values
+
+
 @pytest.mark.parametrize(
     ("scales", "decides"),
     [
@@ -47,7 +63,7 @@ def test_the_largest_run_decides_and_all_are_kept(scales, decides, tmp_path, mon
     make(monkeypatch, {"mini": True, "medium": True})
     for scale in scales:
         reproduce(NAME, scale=scale, out=tmp_path)
-    values = finished(tmp_path, NAME)
+    values = made_row(tmp_path)
     assert values["we_got"] == decides
     assert decides in (tmp_path / "kim2021-figure-9.csv").read_text()
     ran = [f"{index} at {scale}" for index, scale in enumerate(scales) if scale != "toy"]
@@ -62,16 +78,16 @@ def test_a_run_that_does_not_decide_says_so(tmp_path, monkeypatch):
     first, second, *_ = row.splitlines()
     size = "read 800 texts; width 2; depth 2; 2 steps of 2; seeds: 2; decoding: none"
     assert re.fullmatch(rf"kim2021/figure-9 \(scale mini, \d+ s\): {size}", first)
-    assert second.startswith("  paper size: read 5,017,483 characters")
+    assert second.startswith("  paper size: read [5,017,483] characters")
     assert "verdict:    seen at 800 texts, width 2, depth 2" in row
 
 
 def test_runs_that_disagree_leave_the_row_undecided(tmp_path, monkeypatch):
     make(monkeypatch, {"mini": True, "medium": False})
     reproduce(NAME, scale="mini", out=tmp_path)
-    assert row_words(finished(tmp_path, NAME)) == f"seen at {short_size(SIZE)}"
+    assert row_words(made_row(tmp_path)) == f"seen at {short_size(SIZE)}"
     reproduce(NAME, scale="medium", out=tmp_path)
-    values = finished(tmp_path, NAME)
+    values = made_row(tmp_path)
     assert values["holds"] is False
     assert verdict_of(values) is None
     assert row_words(values) == f"undecided at {short_size(SIZE)}"
@@ -81,7 +97,7 @@ def test_runs_that_disagree_leave_the_row_undecided(tmp_path, monkeypatch):
 def test_a_verdict_by_other_rules_is_undecided_until_it_is_run_again(tmp_path, monkeypatch):
     make(monkeypatch, {"mini": True})
     reproduce(NAME, out=tmp_path)
-    values = finished(tmp_path, NAME)
+    values = made_row(tmp_path)
     assert not judged_earlier(values)
     monkeypatch.setattr(Recipe, "judge", lambda _: "other rules")
     assert judged_earlier(values)
@@ -121,6 +137,77 @@ def test_every_recipe_that_trains_has_the_size_of_its_paper_or_is_our_own():
     assert trains - set(OWN) == set(PAPER_SIZES) - {"kim2021/table-1"}, "table 1 times a step"
     assert all(tuple(size) == FIELDS for size in PAPER_SIZES.values())
     assert set(OWN) | SAME_RUNS.keys() | set(SAME_RUNS.values()) <= set(RECIPES)
+
+
+PAPER_FILES = {"zhang2021": "000", "mcgrath2024": "001", "kim2021": "002", "sengupta2023": "003"}
+THOUSANDS = {1_000: "[kK]", 1_000_000: "M"}
+
+
+def printed_forms(number):
+    """Return the ways in which a paper may print a whole number, as a pattern."""
+    forms = [str(number), f"{number:,}"]
+    forms += [f"{number // unit}{word}" for unit, word in THOUSANDS.items() if number % unit == 0]
+    return rf"(?<![\d.,])(?:{'|'.join(forms)})(?![\d])"
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", [n for n in PAPER_SIZES if n.split("/")[0] in PAPER_FILES])
+def test_each_number_of_a_papers_size_without_brackets_is_printed_in_it(shared_data, name):
+    (file,) = (shared_data.parent / "papers").glob(f"{PAPER_FILES[name.split('/')[0]]}_*.txt")
+    text = file.read_text(encoding="utf-8")
+    for field, value in PAPER_SIZES[name].items():
+        printed = re.sub(r"\[.*?\]|WMT'16|100 times", "", str(value))
+        for number in re.findall(r"\d[\d,]*", printed):
+            count = int(number.rstrip(",").replace(",", ""))
+            assert re.search(printed_forms(count), text), f"{name}: {field} has {number}"
+
+
+STUDY_OF = {
+    "kim2021/figure-9": "kim2021/tuned",
+    "kim2021/figure-11": "kim2021/fixed",
+    "kim2021/table-3": "kim2021/fixed",
+    "mcgrath2024/figure-1": "mcgrath2024",
+    "mcgrath2024/table-1": "mcgrath2024",
+    "mcgrath2024/qr": "mcgrath2024",
+    "mcgrath2024/pretrained": "mcgrath2024/encoder",
+    "sengupta2023/figure-1": "sengupta2023/imdb",
+    "sengupta2023/figure-3a": "sengupta2023/imdb",
+    "sengupta2023/figure-3b": "sengupta2023/imdb",
+    "sengupta2023/figure-4": "sengupta2023/imdb",
+    "sengupta2023/table-3": "sengupta2023/ptb-words",
+}
+"""The table of sizes that a recipe reads, if it has another name."""
+SAME_NAMES = {"steps": "steps", "seeds": "seeds", "batch": "batch_size", "width": "width"}
+FRESH = [
+    values
+    for values in COMMITTED
+    if values["kind"] == "trained" and not is_stale(values)
+    if STUDY_OF.get(values["recipe"], values["recipe"]) in SIZES  # others' stand in their modules
+]
+
+
+@pytest.mark.parametrize("values", FRESH, ids=lambda values: values["recipe"])
+def test_the_size_of_a_row_is_that_of_its_table_of_sizes(values):
+    recipe = str(values["recipe"])
+    table = SIZES[STUDY_OF.get(recipe, recipe)][values["scale"]]
+    for field, option in SAME_NAMES.items():
+        encoder = field == "width" and "as " in str(values["size"]["width"])
+        if option in table and not encoder:
+            assert values["size"][field] == table[option], field
+    read = table.get("limit") or table.get("options", {}).get("limit_train")
+    if read:
+        assert values["size"]["read"].startswith(f"{read:,} ")
+
+
+def test_a_model_to_start_from_names_its_width_and_depth(tmp_path):
+    config = RunConfig("text_classification", {"data": "builtin"})
+    known = tmp_path / "mini-encoder"
+    known.mkdir()
+    (known / "config.json").write_text('{"hidden_size": 1024, "num_hidden_layers": 6}')
+    started = [replace(config, start=StartOptions(model=str(at))) for at in (known, "org/other")]
+    sizes = [size_of([one]) or {} for one in started]
+    assert [size["width"] for size in sizes] == ["1,024 (as mini-encoder)", "as other"]
+    assert [size["depth"] for size in sizes] == ["6 (as mini-encoder)", "as other"]
 
 
 def test_a_row_of_two_artefacts_counts_once_and_is_undecided_if_they_differ():

@@ -28,7 +28,7 @@ _GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON file
 are two kinds of row. Mathematics is a theorem, a figure of random weights, a count, or an experiment
 at the paper's own size: it is confirmed or contradicted. A row that is trained below the paper's size
 says what is seen, not seen, or none of the printed size, at the size that its first line names. It
-contradicts nothing. The paper's size is beside it.
+contradicts nothing. The paper's size is beside it; what is in brackets is not printed there.
 
 A verdict names its test, its seeds and its uncertainty. Each trained model must beat a constant
 predictor by three standard errors, and must have levelled off on held-out data, stopped as the

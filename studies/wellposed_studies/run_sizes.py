@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from wellposed.finite_json import from_json
 
 if TYPE_CHECKING:
     from wellposed_lab.training.config import RunConfig
@@ -17,6 +20,8 @@ READ_OPTIONS: Mapping[str, str] = {
     "num_train": "examples",
 }
 """Options of tasks that say how much of train is read, and its unit."""
+UNITS_OF_TASKS: Mapping[str, str] = {"minbert": "rows of each set"}
+"""Unit of the option in tasks of several sets."""
 GREEDY = "greedy"
 NO_DECODING = "none"
 
@@ -28,17 +33,32 @@ def size_of(configs: Sequence[RunConfig]) -> dict[str, Any] | None:
     """
     if not configs:
         return None
-    starts = dict.fromkeys(config.start.model for config in configs if config.start.model)
-    encoder_name = f"as {', '.join(start.rpartition('/')[2] for start in starts)}" if starts else ""
     return {
         "read": "; ".join(dict.fromkeys(map(_read, configs))),
-        "width": encoder_name or spanned_int(config.model.hidden_size for config in configs),
-        "depth": encoder_name or spanned_int(config.model.num_hidden_layers for config in configs),
+        "width": _of_models(configs, "hidden_size"),
+        "depth": _of_models(configs, "num_hidden_layers"),
         "steps": spanned_int(config.train.steps for config in configs),
         "batch": spanned_int(config.train.batch_size for config in configs),
         "seeds": len({config.train.seed for config in configs}),
         "decoding": "; ".join(dict.fromkeys(map(_decoding, configs))),
     }
+
+
+def _of_models(configs: Sequence[RunConfig], option: str) -> int | str:
+    """Return an option of all models; of a model to start from as its own config.json has it."""
+    starts = dict.fromkeys(config.start.model for config in configs if config.start.model)
+    if not starts:
+        return spanned_int(getattr(config.model, option) for config in configs)
+    return ", ".join(_of_start(start, option) for start in starts)
+
+
+def _of_start(start: str, option: str) -> str:
+    name = start.rpartition("/")[2]
+    try:
+        value = from_json((Path(start) / "config.json").read_bytes())[option]
+    except (OSError, ValueError, KeyError):  # a name on the hub, or another model's word for it
+        return f"as {name}"
+    return f"{value:,} (as {name})"
 
 
 def spanned_int(values: Iterable[int]) -> int | str:
@@ -50,7 +70,7 @@ def spanned_int(values: Iterable[int]) -> int | str:
 def _read(config: RunConfig) -> str:
     options = config.task_options
     limits = [
-        f"{options[name]:,} {unit}"
+        f"{options[name]:,} {UNITS_OF_TASKS.get(config.task, unit)}"
         for name, unit in READ_OPTIONS.items()
         if options.get(name) is not None
     ]
