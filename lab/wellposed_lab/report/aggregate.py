@@ -16,25 +16,14 @@ from wellposed_lab import statistics
 from wellposed_lab.report.alike import optimizer_differences, placebo
 from wellposed_lab.report.extra_sections import extra_sections
 from wellposed_lab.report.html_table import Cell, Column, Table
+from wellposed_lab.report.metric_words import metric_words
 from wellposed_lab.report.runs import ExcludedRun, FoundRuns, Run, find_runs
 
-SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
 FEW = 3
 """Most variants that a sentence lists by name."""
 TEST = ("mean_difference", "pairs", "p_value", "p_holm", "significant", "higher_is_better")
 """Columns of a test in a record."""
 SUMMARY = ("mean", "standard_error")
-_METRIC_WORDS = {
-    "bleu": "BLEU",
-    "f1": "F1",
-    "loss": "loss (nats)",
-    "logit_max": "attention logit",
-    "entropy": "attention entropy, relative to its maximum",
-    "update": "update over weight",
-    "kurtosis": "kurtosis of activations",
-    "nats_per_char": "nats per character",
-    "bits_per_char": "bits per character",
-}
 
 
 @dataclass(frozen=True)
@@ -495,20 +484,3 @@ def distinct_metrics(task: TaskComparison) -> list[str]:
         every = [v for r in task.variants if metric in r.metrics for v in r.metrics[metric].values]
         metrics.setdefault(tuple(round(v / (every[0] or 1.0), 9) for v in every), metric)
     return list(metrics.values())
-
-
-def metric_words(metric: str) -> str:
-    """Return a metric of ``result.json`` in words.
-
-    >>> [metric_words(name) for name in ("accuracy,valid", "loss,test", "certified@0.1,test", "bits_per_byte")]
-    ['validation accuracy', 'test loss (nats)', 'test accuracy certified at radius 0.1', 'bits per
-    byte']
-    """
-    name, _, split = metric.partition(",")
-    kind, _, radius = name.partition("@")
-    words = _METRIC_WORDS.get(name, name.replace("_", " "))
-    if kind == "certified" and radius:
-        words = f"accuracy certified at radius {radius}"
-    if kind == "words" and radius:
-        words = f"accuracy certified against any {radius} word{'s' * (radius != '1')}"
-    return f"{SPLITS.get(split, split)} {words}" if split else words

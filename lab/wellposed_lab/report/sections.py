@@ -9,9 +9,10 @@ from typing import Any
 from wellposed.options import flat_options
 from wellposed.text_table import format_number
 from wellposed_lab.report import aggregate, figures
-from wellposed_lab.report.aggregate import TaskComparison, metric_words
+from wellposed_lab.report.aggregate import TaskComparison
 from wellposed_lab.report.figures import Groups, Numbers, Weights
 from wellposed_lab.report.html_table import Cell, Column, CsvLink, Table, csv_link, slug
+from wellposed_lab.report.metric_words import metric_words
 from wellposed_lab.report.runs import Run, first_alarm, rate_notes, tuned_rates
 from wellposed_lab.tasks.data.remarks import data_remarks
 
