@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from wellposed.constrain._wholes import Wholes
 from wellposed.linalg import ErrorNorm
 
 
-class Constrained:
+class Constrained(ABC):
     """Parameters that a handle changes after each step, and what undoes a step that does not end."""
 
     def __init__(
@@ -43,17 +44,17 @@ class Constrained:
         """Count of entries of `parameter` with a float32 copy, in which small steps are not lost."""
         return 0
 
+    @abstractmethod
     def stepped(self) -> list[Tensor]:
         """Return this process's part of each tensor that a step and its result change: views."""
-        raise NotImplementedError
 
+    @abstractmethod
     def error(self, wholes: Wholes | None = None, *, norm: ErrorNorm = "max") -> float:
         """Measure how far it is from what `constrain_` promised."""
-        raise NotImplementedError
 
+    @abstractmethod
     def claim(self) -> bool:
         """Follow edits and loaded states; return whether moments of other steps restarted."""
-        raise NotImplementedError
 
     def watch(self, handles: list[Any]) -> None:
         """Register hooks on modules, if any are needed; append their removable handles."""

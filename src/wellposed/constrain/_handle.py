@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import warnings
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -42,7 +43,7 @@ Weight = TypeVar("Weight", bound=Constrained)
 _LOST = "wellposed_lost_constraint"
 
 
-class Constraint:
+class Constraint(ABC):
     """Keeps plain parameters in their set; made by `constrain_`, ended by `remove`.
 
     It installs two hooks on each optimizer and wraps its ``step``: after an exception or a signal
@@ -198,13 +199,13 @@ class Constraint:
         if self.active and not is_inner(optimizer):
             self._finish(optimizer)
 
+    @abstractmethod
     def _prepare(self, optimizer: Optimizer) -> None:
         """Before a step: check its weights, and keep what undoes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _finish(self, optimizer: Optimizer) -> None:
         """After a step: put its weights back into their sets."""
-        raise NotImplementedError
 
     # Parts of `_prepare` and `_finish`, in their order.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -47,7 +48,7 @@ class ZeroColumns:
 
 
 @dataclass(frozen=True)
-class MatrixSet:
+class MatrixSet(ABC):
     """A set of matrices: how to measure, project, prepare a step and retract after it.
 
     Matrices of one shape with equal sets are worked on together. To add a set, subclass this and
@@ -115,9 +116,9 @@ class MatrixSet:
 
     # Measuring and projecting matrices.
 
+    @abstractmethod
     def error(self, matrix: Tensor) -> float:
         """Measure how far a matrix is from the set."""
-        raise NotImplementedError
 
     def spectral_error(self, matrix: Tensor) -> float:
         """Measure by singular values how far a matrix is from the set; refused by most sets."""
@@ -127,12 +128,12 @@ class MatrixSet:
             " nothing of them; leave norm= out, or look with wellposed.measure(model)"
         )
 
+    @abstractmethod
     def nearest(self, matrix: Tensor) -> Tensor:
         """Return the nearest matrix, in float64 or the stored dtype; of a stack, each one's.
 
         Raise `ConvergenceError` if it is not finite.
         """
-        raise NotImplementedError
 
     def nearest_stack(self, stack: Tensor) -> NearestMatrices:
         """Return the nearest matrices, and errors before and after; those in the set stay."""

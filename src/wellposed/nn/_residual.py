@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, TypeAlias
 
 import torch
@@ -65,7 +66,7 @@ Budget: TypeAlias = Annotated[
 ]
 
 
-class _DividedBranch(CheckedModule):
+class _DividedBranch(CheckedModule, ABC):
     """A residual with one learnt scalar and a branch divided by a stored bound."""
 
     divisor: Tensor
@@ -82,9 +83,9 @@ class _DividedBranch(CheckedModule):
         """Set the scalar to its start value."""
         nn.init.constant_(self.logit, math.log(self._start) - math.log1p(-self._start))
 
+    @abstractmethod
     def weights(self) -> tuple[Tensor | None, Tensor]:
         """Return the factors of `x` (None means 1) and of the branch, with gradient."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
         """Join the branch `g(x)` to `x`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -13,23 +14,23 @@ from wellposed.linalg import certified_spectral_norm, compute_dtype, near_polar_
 
 
 @dataclass(frozen=True)
-class Ball:
+class Ball(ABC):
     """``{W : size(W) <= radius(shape)}``, for a matrix (out, in) and a radius of 1."""
 
     takes: tuple[int, ...] = (2,)
     """Dimensions that a parameter, or one entry of a stack, may have."""
 
+    @abstractmethod
     def radius(self, shape: tuple[int, ...]) -> float:
         """Return the radius, in the units of `size`, that the shape gives."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size(self, weight: Tensor) -> float:
         """Measure the norm of a weight; the certified one, where rounding matters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def farthest(self, gradient: Tensor) -> Tensor:
         """Return ``argmax <G, Z>`` over ``size(Z) <= 1``, of each in a stack; 0 if G is 0."""
-        raise NotImplementedError
 
 
 class SpectralBall(Ball):
