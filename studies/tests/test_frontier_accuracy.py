@@ -12,6 +12,7 @@ import pytest
 from lab.tests.training.certified.test_run import write_texts
 
 from wellposed.errors import ConfigError, DataError
+from wellposed_lab.compare.rates import rates_about
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
@@ -21,7 +22,7 @@ from wellposed_studies.frontier.accuracy import DRAWN, JUDGED, MODELS, Evidence,
 from wellposed_studies.frontier.certified import CORPORA, find_texts, text_run
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, Sizes
-from wellposed_studies.tuning import rates_about, tune
+from wellposed_studies.tuning import tune
 
 SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from wellposed_lab.charts import Row
+from wellposed_lab.compare.rates import FACTORS, rates_about
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.training.config import RunConfig
-from wellposed_studies.study import FACTORS, FinishedRun
+from wellposed_studies.study import FinishedRun
 
 CHOSEN_BY = "accuracy,valid"
 Found = TypeVar("Found")
@@ -55,11 +56,6 @@ class Tuned:
                 common, points = described(run, result)
                 rows += [{**mine, **common, **point} for point in points]
         return rows
-
-
-def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> list[float]:
-    """Return the rates to try, to one digit: 0.007, 0.02 and 0.06 about 0.02."""
-    return [float(f"{usual * factor:.1g}") for factor in factors]
 
 
 def best_tried(tried: Tried, score: Score) -> float:

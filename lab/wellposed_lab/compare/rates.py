@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Rates = Sequence[float] | Literal["auto"]
 """Base rates to try; ``"auto"``: `FACTORS` times that of the base, on a third of the steps."""
 FACTORS = (1 / 3, 1.0, 3.0)
+"""Multiples of the usual rate that are tried first."""
 SHORTER = 3
 FEWEST_STEPS = 30
 """Steps of a run below which a third of them ranks no rates."""
@@ -85,7 +86,11 @@ def _check_grid(base: RunConfig, rates: Sequence[float]) -> None:
 
 
 def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> tuple[float, ...]:
-    """Return rates in steps of a half decade, to one digit."""
+    """Return rates in steps of a half decade, to one digit.
+
+    >>> rates_about(0.02)
+    (0.007, 0.02, 0.06)
+    """
     return tuple(float(f"{usual * factor:.1g}") for factor in factors)
 
 
@@ -132,7 +137,8 @@ def rates_beyond(tried: Tried, search: Search) -> list[tuple[str, float]]:
     """Return a further rate for each variant whose best one is at an end of those tried."""
     wanted = []
     for row in chosen_rates(tried):
-        name, rate = row["variant"], row["rate"]
+        name = row["variant"]
+        rate = row["rate"]
         rates = tried[name]
         if not row["chosen"] or row["loss"] is None or len(rates) >= search.most:
             continue

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError
 from wellposed_lab.charts import Panel, Row, Series
+from wellposed_lab.compare.rates import rates_about
 from wellposed_lab.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed_lab.training.config import ConstrainOptions, RunConfig
 from wellposed_studies.kim2021.language_models import nll, pair_entropy
@@ -26,7 +27,7 @@ from wellposed_studies.study import (
     sizes_at,
     train_grid,
 )
-from wellposed_studies.tuning import Tuned, at_rates, rates_about, tune
+from wellposed_studies.tuning import Tuned, at_rates, tune
 from wellposed_studies.verdicts import Power, every, some, within
 
 if TYPE_CHECKING:

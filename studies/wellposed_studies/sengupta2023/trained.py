@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError, DataError
+from wellposed_lab.compare.rates import rates_about
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant, variant_folder
 from wellposed_lab.training.config import RunConfig, read_toml
 from wellposed_studies import study as shared
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, Sizes, sizes_at, train_grid
-from wellposed_studies.tuning import best_tried, rates_about, try_rates
+from wellposed_studies.tuning import best_tried, try_rates
 
 PRINTED: Mapping[str, Any] = read_toml(Path(__file__).with_name("printed.toml"))
 PAPER: Mapping[str, Sequence[float]] = PRINTED["test"]
