@@ -71,7 +71,7 @@ def test_a_trained_model_needs_the_blocks_that_it_has(variant, layers, tmp_path,
     model = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=layers)
     schedule = TrainOptions(steps=40, batch_size=16, eval_every=20, learning_rate=1e-2)
     config = VARIANTS.get(variant)(RunConfig("char_lm", reads, model=model, train=schedule))
-    run = FinishedRun.of(train(config, tmp_path / "run", progress=False))
+    run = FinishedRun.from_result(train(config, tmp_path / "run", progress=False))
     assert needs_blocks(config, run.folder) is run.needs_blocks is (layers > 0)
 
     def remembering(folder: Path) -> tuple[Any, None]:  # as frozen windows do

@@ -134,7 +134,7 @@ def test_word_vectors_of_both_text_formats(tmp_path, pack, header):
     path.write_bytes(pack((header + "the 0.5 -1\nat name 1 2\n. . 3 4e-1\n").encode()))
     read = vectors.read_word_vectors(path)
     assert (len(read.rows), read.width) == (3, 2)
-    assert read.of(["the", "at name", "who"]).tolist() == [[0.5, -1.0], [1.0, 2.0]]
+    assert read.lookup(["the", "at name", "who"]).tolist() == [[0.5, -1.0], [1.0, 2.0]]
 
 
 EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
@@ -188,8 +188,14 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
 
     from wellposed_lab.tasks.text.tokenizers import WordEncoder
 
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=10, hidden_size=8, **sizes)).save_pretrained(tmp_path)
+    config = BertConfig(
+        vocab_size=10,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    BertModel(config).save_pretrained(tmp_path)
     WordEncoder(["a", "b", "c"]).tokenizer(max_length=16).save_pretrained(tmp_path)
     encode = vectors.hf_sentence_encoder(str(tmp_path), batch_size=2)
     together, alone = encode(["a", "a b c", "b"]), encode(["a"])

@@ -65,7 +65,7 @@ def test_the_test_split_is_cut_short_only_where_asked(tmp_path):
 
 def test_a_cancelled_run_is_an_interrupt():
     with pytest.raises(KeyboardInterrupt):
-        FinishedRun.of(RunResult("cancelled", Path("runs/a")))
+        FinishedRun.from_result(RunResult("cancelled", Path("runs/a")))
 
 
 def test_a_depth_that_diverged_says_why(tmp_path):

@@ -133,7 +133,7 @@ class FinishedRun:
     """``train_info`` of result.json: steps, seconds, parameters, why it failed."""
 
     @classmethod
-    def of(cls, result: RunResult) -> FinishedRun:
+    def from_result(cls, result: RunResult) -> FinishedRun:
         """Return the run of a result; raise KeyboardInterrupt if the user stopped it."""
         if result.status == "cancelled":
             raise KeyboardInterrupt
@@ -346,7 +346,7 @@ def train_grid(
     """Train every planned run, or load it if it is finished."""
     options = {"announce": request.announce, "jobs": request.jobs or 1}
     results = train_planned(planned, task=task, test_batches=test_batches, **options)
-    return [FinishedRun.of(result) for result in results]
+    return [FinishedRun.from_result(result) for result in results]
 
 
 def depths_trained(runs: Sequence[FinishedRun], trains: Callable[[FinishedRun], bool]) -> list[int]:

@@ -10,9 +10,24 @@ from wellposed.options import flat_options
 from wellposed_lab.report.runs import Run, tuned_rates
 
 OPTIMIZER_OPTIONS = (
-    *("learning_rate", "gamma", "schedule", "warmup_steps", "warmup_share", "decay_steps"),
-    *("steps", "epochs", "batch_size", "gradient_accumulation", "optimizer", "momentum"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "precision"),
+    "learning_rate",
+    "gamma",
+    "schedule",
+    "warmup_steps",
+    "warmup_share",
+    "decay_steps",
+    "steps",
+    "epochs",
+    "batch_size",
+    "gradient_accumulation",
+    "optimizer",
+    "momentum",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "precision",
 )
 """Options of a training that belong to no idea of a variant."""
 UNREAD = {"kim2021": ("learning_rate", "decay_steps"), "inverse_sqrt": ("gamma",)}

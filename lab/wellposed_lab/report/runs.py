@@ -107,7 +107,7 @@ class ExcludedRun:
     reason: str
 
     @classmethod
-    def of(cls, run: Run, status: str, reason: str) -> ExcludedRun:
+    def from_run(cls, run: Run, status: str, reason: str) -> ExcludedRun:
         """Return the entry of ``run``."""
         return cls(run.folder, run.task, run.variant, str(run.seed), status, reason)
 
@@ -134,7 +134,9 @@ def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
     entries = [problems.tried(_read_run, folder) for folder in folders]
     problems.refuse("runs cannot be read")
     runs = [entry for entry in entries if isinstance(entry, Run)]
-    excluded = [ExcludedRun.of(run, run.failure.status, run.reason) for run in runs if run.failure]
+    excluded = [
+        ExcludedRun.from_run(run, run.failure.status, run.reason) for run in runs if run.failure
+    ]
     excluded += [entry for entry in entries if isinstance(entry, ExcludedRun)]
     if needed and not entries:
         places = ", ".join(str(path) for path in paths) or "nothing"
@@ -437,7 +439,7 @@ def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedR
     chosen = {id(run) for run in newest.values()}
     repeated = [run for run in runs if id(run) not in chosen and run.failure is None]
     reason = "a newer run has the same configuration"
-    excluded = [ExcludedRun.of(run, "repeated", reason) for run in repeated]
+    excluded = [ExcludedRun.from_run(run, "repeated", reason) for run in repeated]
     return [run for run in runs if id(run) in chosen], excluded
 
 

@@ -55,7 +55,7 @@ class Found:
     slopes: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, other: Tensor, slopes: Tensor) -> Found:
+    def detached(cls, x: Tensor, other: Tensor, slopes: Tensor) -> Found:
         """Detach the tensors."""
         return cls(x.detach(), other.detach(), slopes.detach())
 
@@ -174,7 +174,7 @@ class SlopeMeter:
             nonlocal pairs
             del is_last
             moved = self.measure(unit_x * scales[0], unit_y * scales[1])
-            pairs = pairs.better(Found.of(moved.x, moved.other, moved.slopes))
+            pairs = pairs.better(Found.detached(moved.x, moved.other, moved.slopes))
             return moved.slopes.clamp_min(torch.finfo(torch.float64).tiny).log()
 
         if steps:

@@ -173,7 +173,7 @@ def lipschitz_lower_bound(
         x = in_ball(unit * log_scale.exp(), radius)
         stretch, direction = local_slope(x, direction, 8 * inner if is_last else inner)
         reached = stretch.clamp_min(torch.finfo(moving).tiny).log()
-        steepest = steepest.better(Found.of(x, direction, stretch))
+        steepest = steepest.better(Found.detached(x, direction, stretch))
         return reached
 
     # Compiled code has no second derivative.

@@ -461,8 +461,15 @@ class RuleContext:
         return LayerBound(math.inf, "none", "uncertified", reason, unproved=True)
 
     def _row(self, path: str, kind: str, bound: LayerBound) -> CertifiedLayer:
-        fields = (bound.lipschitz, bound.form, bound.label, bound.reason)
-        return CertifiedLayer(path, kind, *fields, self.radius)
+        return CertifiedLayer(
+            path,
+            module=kind,
+            lipschitz=bound.lipschitz,
+            form=bound.form,
+            label=bound.label,
+            reason=bound.reason,
+            radius=self.radius,
+        )
 
     def _path(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

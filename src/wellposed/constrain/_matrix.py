@@ -155,7 +155,7 @@ class ConstrainedMatrix(Constrained):
 
     def error(self, wholes: Wholes | None = None, *, norm: ErrorNorm = "max") -> float:
         """Measure how far the matrix, as stored, is from the set."""
-        matrix = (wholes or Wholes()).of(self.parameter, self.slice)
+        matrix = (wholes or Wholes()).matrix(self.parameter, self.slice)
         return self.set.error(matrix) if norm == "max" else self.set.spectral_error(matrix)
 
     def write_whole(self, result: Tensor) -> None:

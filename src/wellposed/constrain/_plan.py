@@ -66,17 +66,29 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
     roles = ("/".join(sorted(weight.slice.roles)) or "weight" for weight in weights)
     stored = ((weight.shape, weight.parameter.dtype) for weight in weights)
     kinds = counted_kinds((role, *kind) for role, kind in zip(roles, stored, strict=True))
-    cost = {"all_to_all": calls} if calls else {}, round(sent), max(copies), peak + buffers + spare
-    per_token = model_flops_per_token(model)
-    return Plan(f"constrain_ to {to}", kinds, tuple(flops), per_token, tuple(shares), *cost)
+    return Plan(
+        f"constrain_ to {to}",
+        matrices=kinds,
+        flops_by_rank=tuple(flops),
+        model_flops_per_token=model_flops_per_token(model),
+        matrices_by_rank=tuple(shares),
+        collectives={"all_to_all": calls} if calls else {},
+        sent_bytes=round(sent),
+        kept_bytes=max(copies),
+        peak_bytes=peak + buffers + spare,
+    )
 
 
 def _step(weight: ConstrainedMatrix, rows: int, columns: int) -> tuple[int, int]:
     """Return FLOPs and memory of one matrix's step, scaled up from a small one."""
     factor = max(1.0, min(rows, columns) / _SIDE)
     is_part = rows == columns and not weight.is_square
-    small = round(rows / factor), round(columns / factor)
-    flops, memory = _small_step(replace(weight.set, size=1.0), *small, is_part=is_part)
+    flops, memory = _small_step(
+        replace(weight.set, size=1.0),
+        rows=round(rows / factor),
+        columns=round(columns / factor),
+        is_part=is_part,
+    )
     return round(flops * factor**3), round(memory * factor**2)
 
 

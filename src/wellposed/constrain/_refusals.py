@@ -139,7 +139,7 @@ def check_values(
     wholes = Wholes()
     for part in slices:
         assert part.parameter is not None  # _check raised for it
-        value = wholes.of(part.parameter, part)
+        value = wholes.matrix(part.parameter, part)
         zeros = value.eq(0).all(dim=0)
         if part.padding is not None:
             zeros[part.padding] = False

@@ -72,7 +72,7 @@ def _start(
     chunk: Sequence[Any], *, dry_run: bool, undos: list[Callable[[], None]] | None
 ) -> list[ConstrainedWeight]:
     wholes = Wholes()
-    stack = torch.stack([wholes.of(weight.parameter, weight.slice) for weight in chunk])
+    stack = torch.stack([wholes.matrix(weight.parameter, weight.slice) for weight in chunk])
     nearest = chunk[0].set.nearest_stack(stack)
     inside = nearest.matrices
     length = torch.linalg.matrix_norm(stack, dtype=inside.dtype)

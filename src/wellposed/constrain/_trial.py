@@ -16,8 +16,18 @@ from wellposed.errors import is_about_resources
 
 # Parts of class names that answer for an optimizer of which no small copy can be made.
 _READS_WEIGHT = (
-    *("adafactor", "lamb", "lars", "adamp", "sgdp", "fromage", "nero", "hyperball"),
-    *("prodigy", "madgrad", "lookahead", "schedulefree"),
+    "adafactor",
+    "adamp",
+    "fromage",
+    "hyperball",
+    "lamb",
+    "lars",
+    "lookahead",
+    "madgrad",
+    "nero",
+    "prodigy",
+    "schedulefree",
+    "sgdp",
 )
 # Wrappers that write weights every few steps do so every 5 to 20 by default.
 _STEPS = 24

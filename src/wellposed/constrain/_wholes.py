@@ -14,7 +14,7 @@ class Wholes:
     def __init__(self) -> None:
         self._last: tuple[Tensor, Tensor] | None = None
 
-    def of(self, parameter: Tensor, part: WeightSlice) -> Tensor:
+    def matrix(self, parameter: Tensor, part: WeightSlice) -> Tensor:
         """Return the whole matrix, detached; of a parameter in shards every rank must call it."""
         if self._last is None or self._last[0] is not parameter:
             self._last = None  # frees it before the next arrives

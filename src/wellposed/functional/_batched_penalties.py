@@ -46,7 +46,7 @@ def batched_gram_penalties(
     results = []
     for places in _alike(batches):
         some = [batches[index] for index in places]
-        plan = _Plan.of(some[0], gram_dtype)
+        plan = _Plan.for_stack(some[0], gram_dtype)
         values = squared_distances(plan, some)
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
         results.append((places, values if squared else root(values)))
@@ -77,7 +77,7 @@ class _Plan:
     groups: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, like: Tensor, gram_dtype: torch.dtype | None) -> _Plan:
+    def for_stack(cls, like: Tensor, gram_dtype: torch.dtype | None) -> _Plan:
         dtype = gram_dtype or gram_product_dtype(like)
         check_gram_dtype(dtype)
         missing = like.shape[2] - like.shape[1]

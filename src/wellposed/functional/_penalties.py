@@ -223,7 +223,7 @@ class _Plan:
     groups: tuple[Any, ...]  # process groups that sum the Gram matrices of shards
 
     @classmethod
-    def of(
+    def for_stacks(
         cls, count: int, weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> tuple[_Plan, Sequence[Tensor]]:
         """Return the plan of ``count`` stacks and their weights, or the local blocks of shards."""
@@ -293,7 +293,7 @@ def _batches(
 
     for some in in_stacks(range(len(stacks)), kind, size):
         weights = [weight for index in some for weight in stacks[index]]
-        yield some, *_Plan.of(len(some), weights, dtype)
+        yield some, *_Plan.for_stacks(len(some), weights, dtype)
 
 
 def _local_blocks(

@@ -217,7 +217,7 @@ def _without_low(
     if len(others) == len(lengths):
         return near
     places = [near.places[index] for index in others]
-    return _Near(places, selected(near.point, others), near.grams.of(others))
+    return _Near(places, selected(near.point, others), near.grams.selected(others))
 
 
 def _cap_by_proofs_(  # noqa: PLR0917
@@ -243,7 +243,7 @@ def _cap_by_proofs_(  # noqa: PLR0917
     if not nearest:
         return None
     outside = [index for index, length in enumerate(tried[0]) if length > 1.0]
-    return near.grams.of(outside).gram
+    return near.grams.selected(outside).gram
 
 
 class _Proved(NamedTuple):
@@ -273,7 +273,7 @@ def _capped_by_products_(
     some = [[row[index] for index in outside] for row in tried]
     depth = selected(depth, outside)
     bent, reached = bent_inside(
-        selected(point, outside), grams.of(outside), some, depth, goal, work
+        selected(point, outside), grams.selected(outside), some, depth, goal, work
     )
     fits = [index for index, length in enumerate(reached) if length <= goal]
     places = [near[outside[index]] for index in fits]

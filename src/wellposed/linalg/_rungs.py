@@ -83,7 +83,7 @@ class Grams(NamedTuple):
     size: Sequence[float]
     rounding: float
 
-    def of(self, places: list[int]) -> Grams:
+    def selected(self, places: list[int]) -> Grams:
         """Return those of some of the matrices."""
         sizes = [self.size[index] for index in places]
         return Grams(selected(self.gram, places), selected(self.norm, places), sizes, self.rounding)
@@ -142,7 +142,9 @@ def proved_lengths(
     reach = 1
     while left := [index for index in range(len(at)) if high[index] - low[index] > 1]:
         wanted = [rungs[at[index]] ** 2 for index in left]
-        for index, is_shown in zip(left, is_within(grams.of(left), wanted).tolist(), strict=True):
+        for index, is_shown in zip(
+            left, is_within(grams.selected(left), wanted).tolist(), strict=True
+        ):
             (high if is_shown else low)[index] = at[index]
             if low[index] >= 0 and high[index] <= last:
                 at[index] = (low[index] + high[index]) // 2
@@ -165,7 +167,7 @@ def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
     left = [index for index, low in enumerate(corners) if low < rooms[index]]
     if not left:
         return lengths
-    some = grams.of(left).gram
+    some = grams.selected(left).gram
     top = ritz_vectors(some, _LANCZOS)[..., -1:].to(some)
     quotients = (top.mT @ (some @ top))[..., 0, 0] / top.square().sum((-2, -1))
     guesses = dict(zip(left, quotients.sqrt().tolist(), strict=True))
@@ -174,7 +176,7 @@ def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
         if not left:
             break
         norms = [min(slack * guesses[index], rooms[index]) for index in left]
-        are_shown = is_within(grams.of(left), [norm * norm for norm in norms]).tolist()
+        are_shown = is_within(grams.selected(left), [norm * norm for norm in norms]).tolist()
         for index, norm, is_shown in zip(left, norms, are_shown, strict=True):
             if is_shown:
                 lengths[index] = norm

@@ -32,7 +32,7 @@ class FrozenFeatures:
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenFeatures, ()
 
-    def of(self, body: nn.Module, like: Tensor) -> dict[bytes, Tensor]:
+    def features_of(self, body: nn.Module, like: Tensor) -> dict[bytes, Tensor]:
         """Return what is remembered of a body for a head whose weights are ``like``."""
         tensors = [*body.parameters(), *body.buffers()]
 

@@ -203,7 +203,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """Return frozen features of windows: mean last state, and mean vector of its tokens."""
         like: Any = self.head[1].weight
         keys = [row.tobytes() for row in windows.cpu().numpy()]
-        remembered = self._remembered.of(self.model, like)
+        remembered = self._remembered.features_of(self.model, like)
         new = [index for index, key in enumerate(keys) if key not in remembered]
         if new:
             with torch.no_grad():

@@ -50,8 +50,9 @@ class AffinityCapture:
             end = hooks.ObservingHook(self._end)
             self._handles.append(hooks.register(model.register_forward_pre_hook, begin))
             self._handles.append(hooks.register(model.register_forward_hook, end, always_call=True))
-            watched = (model, attention, self._receive)
-            self._watcher = hooks.AttentionWatcher(*watched, wanted=self._is_wanted)
+            self._watcher = hooks.AttentionWatcher(
+                model, attention, self._receive, wanted=self._is_wanted
+            )
             self._handles.append(self._watcher)
             for path in self.attention:
                 self._watch_inside(model, path)
@@ -160,7 +161,7 @@ def affinity_parts(
 ) -> Iterator[Part]:
     """Yield ``strength`` times |A^T A - I|_F^2: sum over heads, mean over the batch. Raise if
     affinities carry no gradient, or if tensor parallelism leaves a rank some heads alone."""
-    read = [_Read.of(call, form) for _, call in calls]
+    read = [_Read.from_call(call, form) for _, call in calls]
     heads = [(role, r.joined[0].shape[-3]) for (role, _), r in zip(calls, read, strict=True)]
     cut = [f"{role.path}: {n} of {role.num_heads}" for role, n in heads if n < role.num_heads]
     if cut:
@@ -192,7 +193,7 @@ class _Read:
     penalty: Callable[..., Tensor]
 
     @classmethod
-    def of(cls, call: hooks.AttentionCall, form: AffinityForm) -> _Read:
+    def from_call(cls, call: hooks.AttentionCall, form: AffinityForm) -> _Read:
         if isinstance(call, hooks.SoftmaxCall):
             # The logits are in memory already, so probes would save nothing.
             return cls((call.scores,), None, (), form.of_logits)

@@ -9,6 +9,7 @@ from functools import partial
 from statistics import fmean
 
 from wellposed_lab.charts import Row, where
+from wellposed_lab.compare.rates import rates_about
 from wellposed_lab.compare.variants import LIPSCHITZ_LOGIT_SCALE
 from wellposed_lab.statistics import (
     PairedComparison,
@@ -41,7 +42,7 @@ from wellposed_studies.study import (
     sizes_at,
     train_grid,
 )
-from wellposed_studies.tuning import CHOSEN_BY, at_rates, rates_about, tune
+from wellposed_studies.tuning import CHOSEN_BY, at_rates, tune
 from wellposed_studies.verdicts import ERRORS, Power, every, inside
 
 MARGIN = 0.01
@@ -196,7 +197,9 @@ class Study:
         plan = at_rates(folder, f"{self.corpus}, {label}", config)
         tuned = tune(train, plan, rates_about(model.usual_rate, sizes.factors), sizes.seeds)
         options = {"examples": sizes.examples, "attack_steps": self.scale.curve_steps}
-        return Curves.of(self.corpus, label, tuned, self.task, announce=request.announce, **options)
+        return Curves.certified_at_best_rate(
+            self.corpus, label, tuned, self.task, announce=request.announce, **options
+        )
 
     def evidence(self, models: Mapping[str, Curves]) -> Evidence:
         """Certify the judged model on many examples and attack those it certifies."""
@@ -207,9 +210,10 @@ class Study:
         finished = [(run.folder, curve.median_token) for run, curve in certified if curve]
         strong = f"{scale.strong.steps} steps of attack from {scale.strong.restarts} starts"
         self.request.announce(f"{self.corpus}, {JUDGED}: {strong}")
-        attacked = 0, 0
+        attacked = 0
+        fallen = 0
         for folder, token in finished[:1]:
-            attacked = attack_certified(
+            attacked, fallen = attack_certified(
                 folder, self.task, radius=radius * token, attack=scale.strong
             )
         shares = [
@@ -222,7 +226,8 @@ class Study:
             {label: models[label].column(ACCURACY) for label in PLAIN},
             [*shares, *(0.0 for _ in range(len(judged.certified) - len(shares)))],
             min(scale.certified, len(self.task.dataset("test"))),
-            *attacked,
+            attacked=attacked,
+            fallen=fallen,
         )
 
 

@@ -110,7 +110,9 @@ class Curves:
     """None if training diverged."""
 
     @classmethod
-    def of(cls, name: str, label: str, tuned: Tuned, task: Any, **options: Any) -> Curves:
+    def certified_at_best_rate(
+        cls, name: str, label: str, tuned: Tuned, task: Any, **options: Any
+    ) -> Curves:
         """Certify every run; keywords go to `certify_runs`."""
         from wellposed_lab.training.certified.run import certify_runs
 

@@ -201,7 +201,8 @@ def _row(item: Tried, tried: Sequence[Tried]) -> Row:
     plain = next(
         other for other in tried if (other.kind, other.method) == (item.kind, BASELINES[0])
     )
-    first, base = item.runs[0], plain.runs[0]
+    first = item.runs[0]
+    base = plain.runs[0]
     costs = {
         "cpu_ratio": _ratio(first.get("seconds_per_step"), base.get("seconds_per_step")),
         "state_ratio": _ratio(first.get("state_bytes"), base.get("state_bytes")),

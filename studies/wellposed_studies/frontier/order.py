@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from wellposed_lab.charts import Row, where
+from wellposed_lab.compare.rates import rates_about
 from wellposed_lab.training.certified.record import CertifiedRun
 from wellposed_lab.training.config import RunConfig
 from wellposed_studies.frontier.certified import Curves, Model, curves_panel, points_of
@@ -26,7 +27,7 @@ from wellposed_studies.study import (
     train_grid,
     unfit,
 )
-from wellposed_studies.tuning import at_rates, rates_about, tune
+from wellposed_studies.tuning import at_rates, tune
 from wellposed_studies.verdicts import Power, some, within
 
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -168,7 +169,9 @@ def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
         plan = at_rates(folder, f"{name}, {label}", config)
         tuned = tune(train, plan, rates_about(1e-3, sizes.factors), sizes.seeds)
         settings = {"examples": sizes.examples, "attack_steps": ATTACK_STEPS, "shares": SHARES}
-        yield Curves.of(name, label, tuned, task, announce=request.announce, **settings)
+        yield Curves.certified_at_best_rate(
+            name, label, tuned, task, announce=request.announce, **settings
+        )
 
 
 def _rows(curves: Curves) -> list[Row]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from wellposed_lab.charts import Panel, Row, where
+from wellposed_lab.compare.rates import rates_about
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.statistics import SeedResults, compare_seeds, holm_correction
@@ -35,7 +36,7 @@ from wellposed_studies.study import (
     sizes_at,
     train_grid,
 )
-from wellposed_studies.tuning import Tuned, rates_about, tune
+from wellposed_studies.tuning import Tuned, tune
 from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, Power, overfits, plateau, within
 
 Trained = Mapping[str, Sequence[FinishedRun]]
@@ -121,7 +122,7 @@ def translation(request: Request) -> Reproduction:
     Note: post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for
         all; greedy translations.
     """
-    study = Study.of(request, sizes_of(request))
+    study = Study.for_request(request, sizes_of(request))
     models = {name: study.tune_transformer(name) for name in TRANSFORMERS}
     models |= {name: study.tune(name, like=models[CONSTRAINED].runs[0]) for name in CONSTRAINTS}
     transformers = {name: models[name].runs for name in TRANSFORMERS}
@@ -212,7 +213,7 @@ class Study:
     task: Task
 
     @classmethod
-    def of(cls, request: Request, sizes: Sizes) -> Study:
+    def for_request(cls, request: Request, sizes: Sizes) -> Study:
         base = _base(request, sizes)
         return cls(request, sizes, base, build_task(base.task, base.task_options))
 

@@ -74,7 +74,7 @@ class Held:
     """Shares by k; None if training diverged. For models of `ATTACKED`, shares that resist an attack."""
 
     @property
-    def of(self) -> tuple[str, str]:
+    def model(self) -> tuple[str, str]:
         return self.corpus, self.label
 
     def at(self, k: int) -> list[float]:
@@ -126,7 +126,7 @@ def words(request: Request) -> Reproduction:
     rows = [row for result in results for row in _rows(result)]
     points = [row for row in rows if "k" in row]
     gains = gains_over_bag([result for result in results if result.corpus != PHRASES])
-    trained = {result.of: result.tuned.runs for result in results}
+    trained = {result.model: result.tuned.runs for result in results}
     level = request.scale != "paper"
     fit = {label for label, runs in trained.items() if not unfit(runs, level=level)}
     verdicts = better(
@@ -163,7 +163,7 @@ def gains_over_bag(results: Sequence[Held]) -> dict[tuple[str, str], list[float]
     """Return the certified share of each other model minus that of the bag of its corpus, by seed."""
     bags = {result.corpus: result.at(JUDGED) for result in results if result.label == BAG}
     others = [result for result in results if result.label not in (BAG, *ATTACKED)]
-    return {result.of: minus(result.at(JUDGED), bags[result.corpus]) for result in others}
+    return {result.model: minus(result.at(JUDGED), bags[result.corpus]) for result in others}
 
 
 def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> dict[int, float]:

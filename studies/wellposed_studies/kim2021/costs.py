@@ -483,7 +483,7 @@ def table_1(request: Request) -> Reproduction:
         ]
     worst = max(rows, key=lambda row: row["over_dot_product"])
     series = lines(rows, "layers", "step_seconds", by="attention")
-    panels = [Panel(f"training step, D = {width}, N = {tokens}", "layers", "seconds", series)]
+    panel = Panel(f"training step, D = {width}, N = {tokens}", "layers", "seconds", series)
     got = (
         f"at {depths[-1]} layers, over dot product: "
         + ", ".join(
@@ -508,7 +508,7 @@ def table_1(request: Request) -> Reproduction:
         "decoding": NO_DECODING,
     }
     holds = judge_table_1(rows)
-    return proved(rows, got, holds, *panels, sure=sure, notes=(note,), size=size)
+    return proved(rows, got, holds, panel, sure=sure, notes=(note,), size=size)
 
 
 def judge_table_1(rows: Sequence[Row]) -> bool:

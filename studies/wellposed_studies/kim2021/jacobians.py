@@ -73,15 +73,13 @@ def figure_2(request: Request) -> Reproduction:
         name: (last[name] - first[name]) / math.log(last["N"] / first["N"])
         for name in ("upper", "lower")
     }
-    panels = [
-        _bounds("Lip_inf of L2 attention, H = D = 1", rows, "upper", "lower", "ascended_best")
-    ]
+    panel = _bounds("Lip_inf of L2 attention, H = D = 1", rows, "upper", "lower", "ascended_best")
     got = (
         f"lower/upper is {first['lower_over_upper']:.3f} at N = {first['N']},"
         f" {last['lower_over_upper']:.3f} at N = {last['N']}; slope against ln N: upper"
         f" {slopes['upper']:.2f}, lower {slopes['lower']:.2f}"
     )
-    return proved(rows, got, judge_figure_2(rows, slopes), *panels, sure=_ATTAINED)
+    return proved(rows, got, judge_figure_2(rows, slopes), panel, sure=_ATTAINED)
 
 
 def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
@@ -245,14 +243,14 @@ def figure_7(request: Request) -> Reproduction:
     logs = _misfit(rows, math.log)
     roots = _misfit(rows, math.sqrt)
     title = "Lip_2 of L2 attention, H = D = 1"
-    panels = [_bounds(title, rows, "upper_kim", "upper", "lower", "lower_fifth")]
+    panel = _bounds(title, rows, "upper_kim", "upper", "lower", "lower_fifth")
     got = (
         f"lower bound {rows[0]['lower']:.2f} at N = {lengths[0]}, {rows[-1]['lower']:.2f} at N"
         f" = {lengths[-1]}; as a line in ln N it misses by {logs:.3f}, in sqrt N by {roots:.3f}"
         f" (root mean square). The paper's upper bound {rows[-1]['upper_kim']:.1f}, ours"
         f" {rows[-1]['upper']:.1f} there"
     )
-    return proved(rows, got, judge_figure_7(rows), *panels, sure=_ATTAINED)
+    return proved(rows, got, judge_figure_7(rows), panel, sure=_ATTAINED)
 
 
 def judge_figure_7(rows: Sequence[Row]) -> bool:

@@ -87,11 +87,11 @@ def table_5(request: Request) -> Reproduction:
     ]
     title = f"parameters, L = {layers}, d = {width}"
     names = [row["model"] for row in rows]
-    panels = [Panel(title, "", "millions", series, names=names)]
+    panel = Panel(title, "", "millions", series, names=names)
     got = f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas" + (
         "; every printed value is ten times ours" if tenfold else ""
     )
-    return proved(rows, got, judge_table_5(ratios), *panels, sure="none: nothing is drawn")
+    return proved(rows, got, judge_table_5(ratios), panel, sure="none: nothing is drawn")
 
 
 def judge_table_5(printed_over_formula: Sequence[float]) -> bool | None:

@@ -25,7 +25,7 @@ class WordVectors:
     rows: Mapping[str, Vectors]
     width: int
 
-    def of(self, words: Sequence[str]) -> Vectors:
+    def lookup(self, words: Sequence[str]) -> Vectors:
         """Return the vectors of the known words, (known words, width) float32."""
         rows = [self.rows[word] for word in words if word in self.rows]
         return np.array(rows, np.float32).reshape(-1, self.width)
@@ -57,8 +57,8 @@ def embedding_scores(
     totals = dict.fromkeys(measures, 0.0)
     counts = {"words": 0, "words_without_a_vector": 0, "pairs_without_vectors": 0}
     for spoken, wanted in zip(hypotheses, references, strict=True):
-        first = vectors.of(spoken)
-        second = vectors.of(wanted)
+        first = vectors.lookup(spoken)
+        second = vectors.lookup(wanted)
         words = len(spoken) + len(wanted)
         with_vector = len(first) + len(second)
         counts["words"] += words

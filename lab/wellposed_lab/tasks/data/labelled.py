@@ -27,10 +27,18 @@ Places: TypeAlias = tuple[int, ...]
 _MORE = ("class index", "topic")
 LABEL_NAMES = ("label", "labels", "target", "class", "sentiment", "category", *_MORE)
 TEXT_NAMES = (
-    *(("text",), ("sentence",), ("source",), ("review",), ("title", "description")),
-    *(("title", "content"), ("title", "body")),
+    ("text",),
+    ("sentence",),
+    ("source",),
+    ("review",),
+    ("title", "description"),
+    ("title", "content"),
+    ("title", "body"),
     ("question_title", "question_content", "best_answer"),
-    *(("content",), ("document",), ("headline",), ("body",)),
+    ("content",),
+    ("document",),
+    ("headline",),
+    ("body",),
 )
 """The first of these that is entirely in a header is the text."""
 AUTO = "auto"

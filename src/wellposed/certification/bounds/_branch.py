@@ -171,7 +171,8 @@ def _proposed(maps: _Maps) -> Tensor:
     first, second = rays
     is_second = second[0] < first[0]
     start = torch.where(is_second[..., None], second[1], first[1])
-    width, hidden = maps.straight.shape[-1], maps.into.shape[-2]
+    width = maps.straight.shape[-1]
+    hidden = maps.into.shape[-2]
     step = hidden * (width**2 + len(maps.straight[0]) ** 2) + 10 * width**3
     steps = min(_STEPS, int(_WORK / max(step, 1)))
     if steps < 1 or not hidden:
@@ -213,7 +214,9 @@ def _value_and_gradient(
     maps: _Maps, multipliers: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return rho (infinite if T is too small) and the gradient of its logarithm by log T."""
-    straight, out, into = maps.straight, maps.out, maps.into
+    straight = maps.straight
+    out = maps.out
+    into = maps.into
     room = -(out / multipliers[..., None, :]) @ out.mT
     room.diagonal(dim1=-2, dim2=-1).add_(1)
     factor, info = torch.linalg.cholesky_ex(room)

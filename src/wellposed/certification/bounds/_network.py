@@ -128,7 +128,8 @@ class _Builder:
             weight, error = _unpaired(weight)
             self.after_pairs = False
         if len(self.weights) > len(self.slopes):
-            before, before_error = self.weights.pop(), self.errors.pop()
+            before = self.weights.pop()
+            before_error = self.errors.pop()
             error = _product_error(weight, before, error, before_error)
             weight = weight @ before
         self.weights.append(weight)
@@ -207,7 +208,8 @@ def _after(first: tuple[Tensor, Tensor], second: Slopes | SortedPairs) -> tuple[
         for other in (-1, 1)
     ]
     stacked = torch.stack(ends)
-    low, high = stacked.amin(0), stacked.amax(0)
+    low = stacked.amin(0)
+    high = stacked.amax(0)
     middle = (low + high) / 2
     size = stacked.abs().amax(0)
     return middle, torch.maximum(high - middle, middle - low) + 16 * UNIT * size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import torch
@@ -51,7 +51,7 @@ class AttentionWeights:
     output_bias: Tensor
 
     @classmethod
-    def of(
+    def from_projections(
         cls, query: Affine, key: Affine, value: Affine, output: Affine, head_dim: int
     ) -> AttentionWeights:
         """Cut four projections into heads of width ``head_dim``; float64."""
@@ -129,10 +129,17 @@ class AttentionWeights:
 
 def weights_of(module: HeadProjections, context: RuleContext) -> AttentionWeights:
     """Return the weights of a module; their norms are computed once per certificate."""
-    parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
-    head_dim = module.embed_dim // module.num_heads
-    return context.remember(
-        module, "AttentionWeights", lambda: AttentionWeights.of(*parts, head_dim)
+    return context.remember(module, "AttentionWeights", partial(cut_into_heads, module))
+
+
+def cut_into_heads(module: HeadProjections) -> AttentionWeights:
+    """Return the projections of a module of ours as weights of its heads."""
+    return AttentionWeights.from_projections(
+        module.q_proj,
+        module.k_proj,
+        module.v_proj,
+        module.o_proj,
+        head_dim=module.embed_dim // module.num_heads,
     )
 
 

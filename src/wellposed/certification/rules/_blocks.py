@@ -105,11 +105,12 @@ def _encoder_layer(module: nn.TransformerEncoderLayer, context: RuleContext) -> 
                 " does not call; set activation_relu_or_gelu = 0 on the layer to switch it off"
             )
 
-    branches = (
+    return context.layer(
+        module,
         ("norm1", lambda at: at.chain_of(module, "self_attn dropout1")),
         ("norm2", partial(_feedforward, module)),
+        before=module.norm_first,
     )
-    return context.layer(module, *branches, before=module.norm_first)
 
 
 def _feedforward(module: nn.TransformerEncoderLayer, context: RuleContext) -> LayerBound:

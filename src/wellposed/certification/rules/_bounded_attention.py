@@ -15,6 +15,7 @@ from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._attention_weights import (
     TRY_ALL_BELOW,
     AttentionWeights,
+    cut_into_heads,
     weights_of,
 )
 from wellposed.certification.rules._cosine_weights import CosineWeights
@@ -167,8 +168,15 @@ def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) ->
     # Rounding in the module's dtype may raise the exponential by a unit in the last place.
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
     nu = module.nu.detach().double().expand(len(weights.output))
-    parts = (weights.query, weights.key, weights.value, weights.outputs)
-    cosine = CosineWeights(*parts, module.eps, tau, nu)
+    cosine = CosineWeights(
+        query=weights.query,
+        key=weights.key,
+        value=weights.value,
+        outputs=weights.outputs,
+        eps=module.eps,
+        temperature=tau,
+        value_scale=nu,
+    )
     bound = partial(_cosine_bound, cosine, seq_len=context.seq_len, mask=context.mask)
     # Each head's output is an average of vectors shorter than nu, for any input.
     spread = weights.outputs.joined(nu.abs(), balance=weights.is_small)
@@ -195,8 +203,7 @@ def _ball_attention(module: BallAttention, context: RuleContext) -> LayerBound:
 
 def _ball_weights(module: BallAttention) -> AttentionWeights:
     """Return dot-product weights: queries include ``t sqrt d``, outputs ``w`` of their head."""
-    parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
-    weights = AttentionWeights.of(*parts, module.embed_dim // module.num_heads)
+    weights = cut_into_heads(module)
     dtype = module.mix_logit.dtype
     # Both scales are computed in float32 at least and rounded once.
     computed = torch.promote_types(dtype, torch.float32)

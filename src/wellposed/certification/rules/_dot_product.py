@@ -149,7 +149,8 @@ def dot_product_ball_bound(
     """
     root = math.sqrt(weights.head_dim)
     terms = _terms(weights, radius, rotary=rotary)
-    query, key = terms.query, terms.key
+    query = terms.query
+    key = terms.key
     if norm == "tok":
         averages = 1 + key if rotary else (1 + key.square()).sqrt() * (1 + 1e-12)
         return _with_query_term(weights, averages, terms, "ball R, tok (B21)")
@@ -189,7 +190,9 @@ class HeadNorm:
     shift: float = 0.0
 
     @classmethod
-    def of(cls, module: nn.LayerNorm | None, head_dim: int, context: RuleContext) -> HeadNorm:
+    def from_layer_norm(
+        cls, module: nn.LayerNorm | None, head_dim: int, context: RuleContext
+    ) -> HeadNorm:
         """Read a LayerNorm over the head dimension; refuse other norms."""
         form = (nn.LayerNorm, (head_dim,))
         shape = getattr(module, "normalized_shape", ())
@@ -255,7 +258,7 @@ def _dot_product(module: DotProductAttention, context: RuleContext) -> LayerBoun
     if module.q_norm is None and module.k_norm is None:
         return nearer(on_the_ball(weights, context), weights, context.centre_of(module), context)
     parts = (module.q_norm, module.k_norm)
-    query, key = (HeadNorm.of(norm, module.head_dim, context) for norm in parts)
+    query, key = (HeadNorm.from_layer_norm(norm, module.head_dim, context) for norm in parts)
     return on_the_ball(weights, context, qk_norm_ball_bound, query_norm=query, key_norm=key)
 
 
@@ -294,7 +297,7 @@ def _multihead(module: nn.MultiheadAttention, context: RuleContext) -> LayerBoun
         sizes = [module.embed_dim] * 3
         query, key, value = slices(module.in_proj_weight, module.in_proj_bias, sizes)
         head_dim = module.embed_dim // module.num_heads
-        return AttentionWeights.of(query, key, value, module.out_proj, head_dim)
+        return AttentionWeights.from_projections(query, key, value, module.out_proj, head_dim)
 
     weights = context.remember(module, "AttentionWeights", read)
     # Padded queries see real tokens, so a pattern is valid only without padding.

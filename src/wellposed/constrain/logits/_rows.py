@@ -75,9 +75,13 @@ def scaled_parameters(parts: Sequence[HeadRows], num_heads: int) -> list[ScaledP
     for part in parts:
         for parameter, outputs, start in part.stored():
             count = parameter.shape[outputs]
-            fresh = torch.full((count,), num_heads), torch.zeros(count)
-            scaled = ScaledParameter(parameter, outputs, *fresh)
-            scaled = result.setdefault(id(parameter), scaled)
+            fresh = ScaledParameter(
+                parameter,
+                outputs,
+                heads=torch.full((count,), num_heads),
+                powers=torch.zeros(count),
+            )
+            scaled = result.setdefault(id(parameter), fresh)
             scaled.heads[start + part.rows] = part.heads
             scaled.powers[start + part.rows] += part.powers
     return [_cut(scaled) for scaled in result.values()]
