@@ -4,6 +4,7 @@ Each cell trains three steps, looks at the method's own claim, and saves and loa
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ from wellposed.optim import Scion
 
 VOCABULARY = 20
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 32,
 }
 SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 0, **ENDS}
-GPT2 = {
+GPT2: dict[str, Any] = {
     "n_embd": 16,
     "n_layer": 2,
     "n_head": 2,
@@ -32,7 +33,7 @@ GPT2 = {
     **ENDS,
 }
 GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MIXTRAL = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 3, "head_dim": 8}
 FAMILIES = {
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
@@ -103,6 +104,37 @@ def kept_in(to, worst):
     return attach
 
 
+# Parts of one fused matrix, beyond the first: query, key and value of GPT-2, gate and up of Mixtral.
+FUSED = {"GPT2LMHeadModel": 2 * 2, "MixtralForCausalLM": 2 * 3}
+
+
+def muon(model):
+    """Steps are torch's, compared in tests/constrain; here, which matrices Muon takes."""
+    optimizer = MuonAndAdamW(model, lr=0.02)
+    groups = (group for group in optimizer.param_groups if group["method"] == "muon")
+    taken = [weight for group in groups for weight in group["params"]]
+    fused = FUSED.get(type(model).__name__, 0)
+
+    def check(count):
+        matrices = sum(len(weight) if weight.ndim == 3 else 1 for weight in taken)
+        assert matrices == count - fused
+
+    return optimizer, check
+
+
+def qk_clip(model):
+    """Logits are compared by hand in tests/constrain; here, that every attention is found."""
+    optimizer = adamw(model)
+    handle = wp.constrain_(model, optimizer, to="logits", bound=1.0)
+
+    def check(count):
+        del count
+        assert len(handle.report.rows) == 2
+        assert handle.error().worst <= 0.1
+
+    return optimizer, check
+
+
 def sigma_reparam(model):
     handle = sigma_reparam_(model)
 
@@ -123,6 +155,11 @@ METHODS = {
     "spectral_sphere": kept_in("spectral_sphere", 1e-5),
     "spectral_hammer": kept_in("spectral_hammer", math.inf),  # empirical
     "rows": kept_in("rows", 1e-5),
+    "columns": kept_in("columns", 1e-5),
+    "hypersphere": kept_in("hypersphere", 1e-5),
+    "spectral": kept_in("spectral", 0.0),
+    "muon": muon,
+    "qk-clip": qk_clip,
 }
 
 

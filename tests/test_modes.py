@@ -1,6 +1,8 @@
 """Public calls under the modes of torch, and with arguments they are not made for: right, or refused
 by an error of ours."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import contextlib
 import dataclasses
 import inspect
@@ -82,13 +84,14 @@ FUNCTIONS = {
 LAYERS = {
     **{kind.__name__: lambda kind=kind: kind(8, 2) for kind in (
         wn.DotProductAttention, wn.L2SelfAttention, wn.CosineSelfAttention, wn.BallAttention, wn.InverseDAttention,
-        wn.TransJectStack,
+        wn.NGPTAttention, wn.TransJectStack,
     )},
     **{kind.__name__: lambda kind=kind: kind(8) for kind in (
         wn.OrthogonalFeedForward, wn.OrthogonalLinear, wn.BallProjection, wn.GramSpectrum, wn.DynamicTanh,
-        wn.DynamicErf,
+        wn.DynamicErf, wn.LearnedScale,
     )},
     "MLP": lambda: wn.MLP(8, 16),
+    "NGPTFeedForward": lambda: wn.NGPTFeedForward(8, 16),
     "MaxMinFeedForward": lambda: wn.MaxMinFeedForward(8, 16),
     "TransformerStack": plain_stack,
     "InvertibleResidual": contractive,

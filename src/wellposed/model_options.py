@@ -150,7 +150,7 @@ class TransformerOptions(PartOptions):
     gamma erf(alpha x + s) + beta (Chen et al. 2025)."""
     residual: str = "plain"
     """Registered residual: plain x + f(x); rezero x + a f(x); convex (1 - a) x + a f(x), with learnt
-    a; mean: convex with a = 1/n for n residuals."""
+    a; mean: convex with a = 1/n for n residuals; ngpt: x + a (n(f(x)) - x), divided by its norm."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     attention_dropout: Rate = 0.0
@@ -167,6 +167,8 @@ class TransformerOptions(PartOptions):
     """Token vectors of norm 1, not multiplied by sqrt(D)."""
     ball_embeddings: bool = False
     """Token vectors in the unit ball (uninformative words are short), not multiplied by sqrt(D)."""
+    logit_gain: bool = False
+    """Multiply each logit of a language model by a learnt factor, 1 at the start."""
 
 
 @read_by(architecture="wellposed", feedforward="mlp")
@@ -259,6 +261,15 @@ class BallOptions(PartOptions):
     """Largest temperature of a head of attention ball."""
 
 
+@read_by(residual="ngpt")
+@dataclass(frozen=True)
+class NGPTOptions(PartOptions):
+    """Options of the residual that keeps states on the unit sphere."""
+
+    ngpt_alpha: Positive = 0.05
+    """First value of the eigen learning rates of residual ngpt."""
+
+
 @read_by(residual="budget")
 @dataclass(frozen=True)
 class BudgetOptions(PartOptions):
@@ -287,6 +298,7 @@ class TransJectOptions(PartOptions):
 class ModelOptions(
     TransJectOptions,
     BudgetOptions,
+    NGPTOptions,
     BallOptions,
     CosineOptions,
     ContractiveOptions,

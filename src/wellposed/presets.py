@@ -1,4 +1,4 @@
-"""Settings of papers as keywords of `wellposed.OrthogonalityPenalty`; imports no torch."""
+"""Settings of papers as keywords of penalties and models; imports no torch."""
 
 from __future__ import annotations
 
@@ -70,3 +70,26 @@ def mcgrath2024(
             "mcgrath2024: key and query are both False, so nothing is penalised; set at least one"
         )
     return {**dict.fromkeys(chosen, strength), "form": "gram"}
+
+
+@checked_arguments
+def ngpt(alpha: Positive = 0.05) -> dict[str, Any]:
+    """Return the keywords of `wellposed.models.WellposedConfig` for nGPT (Loshchilov et al. 2025).
+
+    States and embeddings have norm 1, and the scales are learnt. To keep the weights at norm 1 as
+    well, attach ``constrain_(model, optimizer, where=("layers", "token_embedding"),
+    to="hypersphere")``, and leave weight decay and warm-up out. The paper does not tie the output
+    layer; give ``tie_word_embeddings=False`` and constrain ``"lm_head"`` to ``"rows"`` for that.
+
+    Args:
+        alpha: first value of the eigen learning rates; paper: 0.05, about one over the layers.
+
+    Raises:
+        ConfigError: alpha is not positive.
+
+    >>> ngpt()["residual"], ngpt(0.1)["ngpt_alpha"]
+    ('ngpt', 0.1)
+    """
+    parts = dict.fromkeys(("attention", "feedforward", "residual"), "ngpt")
+    states = {"norm": "none", "position": "none", "unit_embeddings": True, "logit_gain": True}
+    return {**parts, **states, "ngpt_alpha": alpha}

@@ -1,5 +1,7 @@
 """Every option changes something, those of L2 attention by kind; every bad value is named."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+
 import copy
 import math
 import re
@@ -34,6 +36,9 @@ CHANGES = [
     dict(residual="rezero"),
     dict(residual="convex"),
     dict(residual="budget"),
+    dict(residual="ngpt"),
+    dict(attention="ngpt"),
+    dict(feedforward="ngpt"),
     dict(unit_embeddings=True),
     dict(ball_embeddings=True),
     dict(qk_norm=True),
@@ -85,6 +90,7 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         " num_decoder_layers share_embeddings cross_attention decoder_start_token_id"  # seq2seq
         " position_scale dyt_alpha derf_alpha contractive lipschitz_norm query_width l2_init_scale cosine_eps"
         " contractive_bound ball_temperature ball_max_temperature budget"  # l2_options, certification
+        " ngpt_alpha logit_gain"  # nn/test_ngpt
     )
     hinted = set(models.WellposedConfig.hints()) - {"window_for_this_test"}
     changed = {name for change in CHANGES for name in change}

@@ -1,6 +1,8 @@
 """Models come back as they were saved, those of earlier versions too, changes to models of others are made
 again."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
 import json
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from wellposed.models import (
     load_saved_model,
 )
 from wellposed.nn import ATTENTIONS
+from wellposed.presets import ngpt
 
 RICH = dict(norm="pre", residual="rezero", qk_norm=True, activation="relu", pooling="max")
 AUTO = {
@@ -53,6 +56,7 @@ ROWS = [
     *(("wellposed", "causal_lm", dict(attention=name)) for name in ATTENTIONS.names()),
     ("wellposed", "causal_lm", dict(norm="dyt", dyt_alpha=0.3)),
     ("wellposed", "causal_lm", dict(norm="derf", derf_alpha=0.3)),
+    ("wellposed", "causal_lm", ngpt(0.1)),
     ("wellposed", "causal_lm", {"tie_word_embeddings": False, "position": "sinusoidal"}),
     ("wellposed", "causal_lm", dict(attention="l2_contractive", contractive=0.4, query_width=2)),
     *(("transject", kind, settings) for kind in AUTO for settings in SETTINGS[1:]),

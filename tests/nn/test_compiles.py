@@ -40,6 +40,8 @@ TOKENWISE = {
     "ball projection": lambda: wn.BallProjection(D),
     "dynamic tanh": lambda: wn.DynamicTanh(D),
     "dynamic erf": lambda: wn.DynamicErf(D),
+    "ngpt feedforward": lambda: wn.NGPTFeedForward(D, 16),
+    "learned scale": lambda: wn.LearnedScale(D),
     "orthogonal linear": lambda: wn.OrthogonalLinear(D),
     "orthogonal feedforward": lambda: wn.OrthogonalFeedForward(D),
     "stack": lambda: plain_stack(norm="pre", residual="rezero", qk_norm=True),

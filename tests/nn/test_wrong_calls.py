@@ -1,5 +1,7 @@
 """Every wrong size, keyword, value or shape is a wellposed error that names it."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import inspect
 import math
 import re
@@ -108,6 +110,10 @@ BUILT = {
     wn.TransJectStack: {"embed_dim": 8, "num_layers": 2},
     wn.DynamicTanh: {"width": 8},
     wn.DynamicErf: {"width": 8},
+    wn.LearnedScale: {"size": 8},
+    wn.NGPTAttention: {"embed_dim": 8, "num_heads": 2},
+    wn.NGPTFeedForward: {"embed_dim": 8, "hidden_dim": 12},
+    wn.NGPTResidual: {"embed_dim": 8},
     wn.PreNorm: {"normalized_shape": 8},
     wn.PostNorm: {"normalized_shape": 8},
 }

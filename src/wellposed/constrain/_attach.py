@@ -65,8 +65,8 @@ def constrain_(
       Certified as stored, in every dtype.
     - ``"columns"``: ``|W e_j| = bound`` for columns of W (out, in) and embedding vectors, up to
       rounding. Nothing is claimed of ``|W|_2``.
-    - ``"spectral_soft"``, ``"spectral_hammer"``, ``"spectral_sphere"``, ``"rows"``: as their classes in
-      `SETS` say; the hammer promises nothing (docs/howto/orthogonal.md).
+    - ``"spectral_soft"``, ``"spectral_hammer"``, ``"spectral_sphere"``, ``"rows"``, ``"hypersphere"``: as
+      their classes in `SETS` say; the hammer promises nothing (docs/howto/orthogonal.md).
     - ``"logits"``: attention logits at most ``bound``, by QK-clip. Exact for the batch that was
       seen with the weights before the step, empirical for others (docs/howto/logits.md).
     Source: Absil et al. 2008, Edelman et al. 1998; Yang et al. 2023 (rms); Kimi Team 2025 (logits).

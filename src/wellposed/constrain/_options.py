@@ -12,7 +12,7 @@ from wellposed.options import Positive, fits
 Set: TypeAlias = (
     Literal[
         "orthogonal", "spectral", "spectral_soft", "spectral_hammer", "spectral_sphere", "columns",
-        "rows", "logits",
+        "rows", "hypersphere", "logits",
     ]
     | str
 )  # fmt: skip

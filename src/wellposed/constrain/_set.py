@@ -101,8 +101,8 @@ class MatrixSet(ABC):
         del zeros, options
 
     @classmethod
-    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> Self:
-        """Return the set that the options give one weight."""
+    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> MatrixSet:
+        """Return the set that the options give one weight; it may be of another class."""
         del is_table
         size = 1.0 if options.bound is None else options.bound
         assert not isinstance(size, str)  # `check_bound` raised for it

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wellposed import certification
 from wellposed.certification import LayerBound, RuleContext, register_rule
 from wellposed.models import _families as families
-from wellposed.models._heads import Classifier, PairHead, TokenHead
+from wellposed.models._heads import Classifier, LanguageHead, PairHead, TokenHead
 from wellposed.models._init import first_pool, max_pool, mean_pool
 from wellposed.models._transject import TransJectModel
 from wellposed.models._wellposed import Embeddings, WellposedModel
@@ -99,6 +99,8 @@ def _body(module: WellposedModel, context: RuleContext) -> LayerBound:
 @register_rule(families.WellposedForMaskedLM)
 @register_rule(families.WellposedForTokenClassification)
 def _token_head(module: TokenHead, context: RuleContext) -> LayerBound:
+    if isinstance(module, LanguageHead) and module.gain is not None:
+        return context.refuse("no bound is known for the learnt factors of its logits (logit_gain)")
     paths, last = type(module).chain.rsplit(maxsplit=1)
     before = context.chain_of(module, paths)
     head = context.child(module.get_submodule(last), last, radius=before.out_radius)

@@ -191,9 +191,11 @@ class WellposedConfig(CheckedConfig):
         init (str): a registered name.
         unit_embeddings (bool): token vectors of norm 1, not scaled by sqrt(D).
         ball_embeddings (bool): token vectors of norm below 1, not scaled by sqrt(D).
+        logit_gain (bool): multiply each logit of a language model by a learnt factor, 1 at the start.
         norm (str): LayerNorm in place pre, post or none; dyt and derf: `wellposed.nn.DynamicTanh` and
             `wellposed.nn.DynamicErf` in place pre.
-        residual (str): `x + f(x)` (plain), or `x + a f(x)` with a learnt from 0 (rezero).
+        residual (str): `x + f(x)` (plain), or `x + a f(x)` with a learnt from 0 (rezero); ngpt:
+            `wellposed.nn.NGPTResidual`.
         qk_norm (bool): normalise queries and keys per head.
         position (str): learned or sinusoidal.
         scale_embeddings (bool): multiply token and position vectors by sqrt(D) (Vaswani et al.

@@ -15,7 +15,7 @@ from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import _inputs
 from wellposed.models._init import POOLINGS
 from wellposed.models._inputs import first_outside, padding_of, takes
-from wellposed.nn import INTEGERS, BallProjection, MaxMin
+from wellposed.nn import INTEGERS, BallProjection, LearnedScale, MaxMin
 
 IGNORED_LABEL = -100
 
@@ -145,7 +145,7 @@ class TokenClassifier(TokenHead):
 
 
 class LanguageHead(TokenHead):
-    """A head whose last layer `lm_head` maps states to logits of tokens."""
+    """A head whose last layer `lm_head` maps states to logits of tokens, times gains if chosen."""
 
     chain = "model lm_head"
     lm_head: nn.Linear
@@ -154,10 +154,26 @@ class LanguageHead(TokenHead):
     def add_layers(self, config: Any) -> None:
         """Add the output layer; it has no bias."""
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.logit_gain:
+            unit = 1.0 / math.sqrt(config.hidden_size)
+            self.logit_gain = LearnedScale(config.vocab_size, unit=unit)
+
+    @property
+    def gain(self) -> LearnedScale | None:
+        """The learnt factors of the logits, if there are any."""
+        return cast("LearnedScale | None", self._modules.get("logit_gain"))
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Map states (batch, tokens, width) to logits (batch, tokens, vocab_size)."""
-        return self.lm_head(states)
+        logits = self.lm_head(states)
+        return logits if self.gain is None else self.gain(logits)
+
+    def resize_token_embeddings(self, *args: Any, **options: Any) -> Any:
+        """Change the number of tokens, and of gains; arguments as in transformers."""
+        table = cast(Any, super()).resize_token_embeddings(*args, **options)
+        if self.gain is not None:
+            self.gain.resize_(self.lm_head.out_features)
+        return table
 
 
 class MaskedLM(LanguageHead):

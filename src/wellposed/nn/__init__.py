@@ -25,6 +25,10 @@ from wellposed.nn._feedforward import MLP as MLP
 from wellposed.nn._feedforward import MaxMin as MaxMin
 from wellposed.nn._feedforward import MaxMinFeedForward as MaxMinFeedForward
 from wellposed.nn._feedforward import unit_gelu as unit_gelu
+from wellposed.nn._ngpt import LearnedScale as LearnedScale
+from wellposed.nn._ngpt import NGPTFeedForward as NGPTFeedForward
+from wellposed.nn._ngpt import NGPTResidual as NGPTResidual
+from wellposed.nn._ngpt import unit_vectors as unit_vectors
 from wellposed.nn._positions import POSITIONS as POSITIONS
 from wellposed.nn._positions import LearnedPositions as LearnedPositions
 from wellposed.nn._positions import NoPositions as NoPositions
@@ -55,6 +59,7 @@ from wellposed.nn.attention import CrossAttention as CrossAttention
 from wellposed.nn.attention import DotProductAttention as DotProductAttention
 from wellposed.nn.attention import InverseDAttention as InverseDAttention
 from wellposed.nn.attention import L2SelfAttention as L2SelfAttention
+from wellposed.nn.attention import NGPTAttention as NGPTAttention
 from wellposed.nn.attention import PaddingMask as PaddingMask
 from wellposed.nn.attention import UnitEmbedding as UnitEmbedding
 from wellposed.nn.attention import attention_mask as attention_mask

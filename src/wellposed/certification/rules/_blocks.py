@@ -65,10 +65,9 @@ def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
     residual = getattr(module, f"{name}_residual")
     coefficients = residual_coefficients(residual, context)
     if coefficients is None:
-        return context.refuse(
-            f"{name}_residual is a {type(residual).__name__}, "
-            "whose class does not define coefficients() -> (a, b) beside its forward"
-        )
+        why = "whose class does not define coefficients() -> (a, b) beside its forward"
+        why = getattr(residual, "no_bound", why)
+        return context.refuse(f"{name}_residual is a {type(residual).__name__}, {why}")
     if not isinstance(norm, (PreNorm, PostNorm, NoNorm, DynamicTanh)):
         return context.refuse(
             f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm,"

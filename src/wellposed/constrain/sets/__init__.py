@@ -2,6 +2,7 @@
 
 from wellposed.constrain.sets import _columns as _columns
 from wellposed.constrain.sets import _hammer as _hammer
+from wellposed.constrain.sets import _hypersphere as _hypersphere
 from wellposed.constrain.sets import _orthogonal as _orthogonal
 from wellposed.constrain.sets import _rows as _rows
 from wellposed.constrain.sets import _soft as _soft

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class SpectralSize(MatrixSet):
         return isinstance(options.bound, str)
 
     @classmethod
-    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> Self:
+    def chosen(cls, weight_slice: WeightSlice, options: SetOptions, *, is_table: bool) -> MatrixSet:
         """Scale a bound ``"rms:X"`` with the shape of the weight."""
         if not isinstance(options.bound, str):
             return super().chosen(weight_slice, options, is_table=is_table)

@@ -1,4 +1,4 @@
-"""Self- and cross-attention: dot product, L2, cosine, and on the unit ball."""
+"""Self- and cross-attention: dot product, L2, cosine, nGPT, and on the unit ball."""
 
 from wellposed.nn.attention._ball import BallAttention as BallAttention
 from wellposed.nn.attention._ball import BallCrossAttention as BallCrossAttention
@@ -20,3 +20,4 @@ from wellposed.nn.attention._masks import AttentionMask as AttentionMask
 from wellposed.nn.attention._masks import PaddingMask as PaddingMask
 from wellposed.nn.attention._masks import attention_mask as attention_mask
 from wellposed.nn.attention._masks import memory_mask as memory_mask
+from wellposed.nn.attention._ngpt import NGPTAttention as NGPTAttention
