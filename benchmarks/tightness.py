@@ -25,6 +25,10 @@ from wellposed.nn import InvertibleResidual, MaxMin
 
 SEEDS = 3
 Build = Callable[[int], nn.Sequential]
+ROUNDED = (
+    "Only orthogonal weights are above, at 1.00001: eight certified norms have a margin of 1e-6 each"
+    " for rounding, and ECLipsE-Fast has none."
+)
 NEAR = "Attacks are lower estimates, and LipSDP itself is above what they attain."
 
 
@@ -62,7 +66,9 @@ def _trained(depth: int, width: int, steps: int = 300) -> nn.Sequential:
 def _capped(depth: int, width: int) -> nn.Sequential:
     net = _trained(depth, width)
     with torch.no_grad():
-        for layer in net[::2]:
+        for layer in net:
+            if not isinstance(layer, nn.Linear):
+                continue
             left, values, right = torch.linalg.svd(layer.weight, full_matrices=False)
             layer.weight.copy_((left * values.clamp_max(1)) @ right)
     return net
@@ -77,7 +83,8 @@ def _orthogonal(depth: int, width: int) -> nn.Sequential:
 
 def _feedforward(activation: nn.Module, width: int) -> InvertibleResidual:
     inner = nn.Sequential(nn.Linear(width, 4 * width), activation, nn.Linear(4 * width, width))
-    for layer in inner[::2]:
+    for layer in (inner[0], inner[2]):
+        assert isinstance(layer, nn.Linear)
         nn.init.xavier_uniform_(layer.weight)
         with torch.no_grad():
             layer.weight.mul_(0.5**0.5)
@@ -150,7 +157,11 @@ def lipsdp(net: nn.Sequential) -> float:
 
 def attained(net: nn.Module, width: int, setup: Setup) -> float:
     """Return the largest slope that an attack finds."""
-    options = {"norm": 2, "restarts": setup.size(32, 2), "steps": setup.size(150, 2)}
+    options: dict[str, Any] = {
+        "norm": 2,
+        "restarts": setup.size(32, 2),
+        "steps": setup.size(150, 2),
+    }
     return lipschitz_lower_bound(net, (1, width), scales=(0.3, 10.0), **options).value
 
 
@@ -215,7 +226,7 @@ BENCHMARK = Benchmark(
     "certified bounds over the attained slope: ours, products of norms, ECLipsE-Fast, LipSDP",
     "<= ECLipsE-Fast, <= 1.05 LipSDP", 4, rows,
     goals=(
-        Goal("ours / ECLipsE-Fast*", "<= 1.0001"),
+        Goal("ours / ECLipsE-Fast*", "<= 1", ROUNDED),
         Goal("ours / LipSDP*", "<= 1.05"),
         Goal("bound / attained, ours, * with its skip*", "<= 1.4", NEAR),
         Goal("bound / attained, ours, 8 layers*trained", "<= 2.5", NEAR),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from wellposed.errors import ConfigError, shortened
+import torch
+from torch import nn
+
+from wellposed.errors import ConfigError, NotLipschitzError, listed, shortened
 from wellposed.zero_weights import check_whole
 
 
@@ -27,3 +30,24 @@ def require_module(call: str, model: object) -> None:
     raise ConfigError(
         f"{call}: expected a model (torch.nn.Module), received {type(model).__name__}{hint}"
     )
+
+
+def require_finite_weights(caller: str, module: nn.Module) -> None:
+    """Raise `NotLipschitzError` that names every parameter with NaN or infinity."""
+    # Packed and sharded weights have products of their own, and are refused where they are read.
+    plain = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter]
+    loaded = [(name, weight) for name, weight in plain if not weight.is_meta]
+    # One-byte dtypes cannot be summed.
+    named = [(name, weight.float() if weight.itemsize == 1 else weight) for name, weight in loaded]
+    bad = [
+        f"{name} {tuple(weight.shape)}: {int((~torch.isfinite(weight)).sum())} of"
+        f" {weight.numel()} entries"
+        for name, weight in named
+        if not (bool(torch.isfinite(weight.sum())) or bool(torch.isfinite(weight).all()))
+    ]
+    if bad:
+        raise NotLipschitzError(
+            f"{caller}: parameters hold NaN or infinity, so there is nothing to certify:\n"
+            + listed(bad)
+            + "\nload an earlier checkpoint, or find the step at which training diverged"
+        )

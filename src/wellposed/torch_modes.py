@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 Arguments = ParamSpec("Arguments")
@@ -41,6 +42,13 @@ def on_the_cpu(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]
             return call(*args, **kwargs)
 
     return on_cpu
+
+
+def in_float64(value: float | Tensor) -> Tensor:
+    """Return a number or a tensor in float64 on the CPU, never rounded to the default dtype."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def is_transformed() -> bool:

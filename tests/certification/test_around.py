@@ -1,5 +1,8 @@
 """Bounds on balls around given inputs: no pair of inputs inside is steeper, and bad requests."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
+
 import math
 
 import pytest
@@ -249,6 +252,41 @@ def test_masks_are_those_of_the_call():
     every = certify(module, mask="any", **options)
     assert (causal.mask, plain.mask, every.mask) == ("causal", "full", "any")
     assert max(causal.total, plain.total) < every.total
+
+
+class SeesItself(nn.Module):
+    """Attention under a diagonal mask, which is passed by position or by keyword."""
+
+    def __init__(self, *, by_position):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.by_position = by_position
+
+    def forward(self, x):
+        mask = torch.full((TOKENS, TOKENS), -math.inf, dtype=x.dtype).fill_diagonal_(0.0)
+        if self.by_position:
+            return self.attention(x, x, x, None, True, mask)[0]
+        return self.attention(x, x, x, attn_mask=mask)[0]
+
+
+def test_a_mask_is_noticed_however_it_is_passed():
+    """The attention weights under a mask are unknown, so its bound is that of any mask."""
+
+    def rule(module, context):
+        return context.child(module.attention, "attention")
+
+    # Rules of others have no centres.
+    rule.__module__ = "wellposed.example"
+    register_rule(SeesItself)(rule)
+    options = {"around": inputs(), "radius": 1e-3, "cross_check": False}
+    totals = []
+    for by_position in (True, False):
+        torch.manual_seed(0)
+        module = SeesItself(by_position=by_position).double().eval()
+        totals.append(certify(module, **options).total)
+    alone = certify(module.attention, **options).total
+    assert totals[0] == totals[1] == certify(module.attention, mask="any", **options).total
+    assert alone < totals[0]
 
 
 class Doubled(nn.Module):

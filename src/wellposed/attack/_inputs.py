@@ -78,6 +78,8 @@ def perturbation_size(delta: Tensor, norm: TokenNorm) -> Tensor:
     """
     if norm == 2:
         return delta.flatten(1).norm(dim=-1)
+    if 0 in delta.shape[1:]:
+        return delta.new_zeros(len(delta))
     if norm == "inf":
         return delta.abs().flatten(1).amax(-1)
     lengths = delta.norm(dim=-1)

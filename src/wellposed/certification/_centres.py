@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,39 +46,41 @@ class Centres:
     count: int
 
 
-def check_around(module: nn.Module, around: object, seq_len: int | None) -> Tensor:
+def check_around(
+    module: nn.Module, around: object, seq_len: int | None, *, caller: str = "certify"
+) -> Tensor:
     """Return inputs in float64, or raise what is wrong with them."""
     if not isinstance(around, Tensor):
         raise ConfigError(
-            "certify: around must be a tensor of inputs (batch, tokens, width), received"
+            f"{caller}: around must be a tensor of inputs (batch, tokens, width), received"
             f" {type(around).__name__}; of token ids: wellposed.models.input_vectors(model, ids)"
         )
     if not around.is_floating_point():
         raise ConfigError(
-            f"certify: around has dtype {around.dtype}; expected vectors, of token ids those of"
+            f"{caller}: around has dtype {around.dtype}; expected vectors, of token ids those of"
             " wellposed.models.input_vectors(model, ids)"
         )
     if around.ndim != 3 or 0 in around.shape:
         raise ShapeError(
-            "certify: around must be (batch, tokens, width) with none of them 0, received"
+            f"{caller}: around must be (batch, tokens, width) with none of them 0, received"
             f" {tuple(around.shape)}"
         )
     if seq_len is not None and around.shape[1] > seq_len:
         raise ShapeError(
-            f"certify: around has {around.shape[1]} tokens, and seq_len={seq_len} covers fewer; pass"
+            f"{caller}: around has {around.shape[1]} tokens, and seq_len={seq_len} covers fewer; pass"
             f" seq_len={around.shape[1]}"
         )
     if not bool(around.isfinite().all()):
-        raise ConfigError("certify: around holds NaN or infinity; expected finite inputs")
+        raise ConfigError(f"{caller}: around holds NaN or infinity; expected finite inputs")
     dropped = next((name for name, part in module.named_modules() if _drops(part)), None)
     if dropped is not None:
         raise ConfigError(
-            f"certify: around= needs one map, and dropout is on in {dropped or 'the module'} (training"
+            f"{caller}: around= needs one map, and dropout is on in {dropped or 'the module'} (training"
             " mode); call module.eval()"
         )
     if reads_pairs(module):
         raise ConfigError(
-            "certify: around= is of one text, and this model reads pairs, for which no local bound"
+            f"{caller}: around= is of one text, and this model reads pairs, for which no local bound"
             " is proved; leave it out"
         )
     return around.detach().double()
@@ -88,7 +91,9 @@ def _drops(part: nn.Module) -> bool:
     return part.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def record_centres(module: nn.Module, around: Tensor, *, is_causal: bool = False) -> Centres:
+def record_centres(
+    module: nn.Module, around: Tensor, *, is_causal: bool = False, caller: str = "certify"
+) -> Centres:
     """Run a float64 copy of a module in its own mode on ``around``, and record its parts' inputs.
 
     Raises:
@@ -108,7 +113,8 @@ def record_centres(module: nn.Module, around: Tensor, *, is_causal: bool = False
             return
         tokens = x.detach().double().clone()
         tokens = tokens.unsqueeze(1) if x.ndim == 2 else tokens.flatten(1, -2)
-        recorded.setdefault(owners[id(part)], []).append(Centre(tokens, _mask_of(keywords)))
+        mask = _mask_of(_by_name(part, args, keywords))
+        recorded.setdefault(owners[id(part)], []).append(Centre(tokens, mask))
 
     handles = [
         part.register_forward_pre_hook(note, with_kwargs=True) for part in twin.modules()
@@ -121,7 +127,7 @@ def record_centres(module: nn.Module, around: Tensor, *, is_causal: bool = False
         if is_about_resources(error):
             raise
         raise ShapeError(
-            f"certify: {type(module).__name__} does not run on around of shape"
+            f"{caller}: {type(module).__name__} does not run on around of shape"
             f" {tuple(around.shape)}: {error}"
         ) from error
     finally:
@@ -134,16 +140,29 @@ def record_centres(module: nn.Module, around: Tensor, *, is_causal: bool = False
     return Centres(centres, outputs.double(), len(around))
 
 
-def _mask_of(keywords: Mapping[str, Any]) -> str:
-    padding = keywords.get("key_padding_mask")
+def _by_name(
+    part: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the arguments of a call of a module by name, those passed by position too."""
+    try:
+        return inspect.signature(part.forward).bind(*args, **keywords).arguments
+    except (TypeError, ValueError):
+        # No signature, or a call that fails by itself.
+        return keywords
+
+
+_OTHER_MASKS = ("attn_mask", "attention_mask", "mask", "src_mask", "src_key_padding_mask", "cache")
+
+
+def _mask_of(arguments: Mapping[str, Any]) -> str:
+    padding = arguments.get("key_padding_mask")
     finished = getattr(padding, "mask", None)
-    others = ("attn_mask", "src_mask", "src_key_padding_mask", "cache")
     if isinstance(padding, Tensor) or finished is not None:
         return "other"
-    if any(keywords.get(name) is not None for name in others):
+    if any(arguments.get(name) is not None for name in _OTHER_MASKS):
         return "other"
     causal = getattr(padding, "is_causal", False) if padding is not None else False
-    return "causal" if causal or keywords.get("is_causal") else "none"
+    return "causal" if causal or arguments.get("is_causal") else "none"
 
 
 def smallest_deviation(centre: Centre, moved: float, *, centred: bool) -> float:

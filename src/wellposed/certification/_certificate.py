@@ -20,6 +20,7 @@ from wellposed.head_kind import check_single_label
 from wellposed.hooks import content_digest, module_options
 from wellposed.linalg import TokenNorm
 from wellposed.text_table import aligned
+from wellposed.torch_modes import in_float64
 
 Label = Literal["exact", "certified", "empirical", "uncertified"]
 _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
@@ -333,7 +334,7 @@ class Certificate:
         problems = []
         if largest_token is None:
             problems.append("give largest_token=, the largest 2-norm of a token of each input")
-        elif bool((torch.as_tensor(largest_token) < 0).any()):
+        elif bool((in_float64(largest_token) < 0).any()):
             problems.append("largest_token is a 2-norm, so it must be >= 0")
         if self.norm == "inf" and (width is None or width < 1):
             problems.append(
@@ -443,7 +444,7 @@ def options_digest(module: nn.Module) -> str:
 
 def _per_input(name: str, value: float | Tensor, inputs: torch.Size) -> Tensor:
     """Return one float64 number per input; shapes are never broadcast from input to input."""
-    values = torch.as_tensor(value).detach().cpu().to(torch.float64)
+    values = in_float64(value)
     if values.ndim and values.shape != inputs:
         raise ShapeError(
             f"radius: expected {name} as one number or {tuple(inputs)}, one per input; received"

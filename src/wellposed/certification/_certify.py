@@ -31,9 +31,9 @@ from wellposed.certification._cross_check import (
     undisturbed,
 )
 from wellposed.certification._walk import RuleContext
-from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
+from wellposed.errors import ConfigError, ShapeError, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
-from wellposed.model_checks import require_module
+from wellposed.model_checks import require_finite_weights, require_module
 
 USELESS = 1e3
 """From this total on, a margin of 1 covers moves of a thousandth of a token's norm at most."""
@@ -249,7 +249,7 @@ def checked_context(
             f" {radius!r}"
         )
     module = without_compiler(module)
-    _refuse_non_finite(module)
+    require_finite_weights("certify", module)
     dtype = activation_dtype(module)
     ball = math.inf if radius is None else float(radius)
     return module, RuleContext("", ball, norm, seq_len, min_tokens, mask, dtype)
@@ -267,26 +267,6 @@ def _without_root(rows: tuple[CertifiedLayer, ...]) -> tuple[CertifiedLayer, ...
         return rows
     says_why = rows[0].label == "uncertified" and not rows[0].reason.startswith(SEE)
     return rows if says_why else inner
-
-
-def _refuse_non_finite(module: nn.Module) -> None:
-    # Packed and sharded weights have products of their own, and are refused where they are read.
-    plain = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter]
-    loaded = [(name, weight) for name, weight in plain if not weight.is_meta]
-    # One-byte dtypes cannot be summed.
-    named = [(name, weight.float() if weight.itemsize == 1 else weight) for name, weight in loaded]
-    bad = [
-        f"{name} {tuple(weight.shape)}: {int((~torch.isfinite(weight)).sum())} of"
-        f" {weight.numel()} entries"
-        for name, weight in named
-        if not (bool(torch.isfinite(weight.sum())) or bool(torch.isfinite(weight).all()))
-    ]
-    if bad:
-        raise NotLipschitzError(
-            "certify: parameters hold NaN or infinity, so there is nothing to certify:\n"
-            + listed(bad)
-            + "\nload an earlier checkpoint, or find the step at which training diverged"
-        )
 
 
 def _dtypes(module: nn.Module) -> list[str]:

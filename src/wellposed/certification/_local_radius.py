@@ -18,7 +18,7 @@ from wellposed.certification._cross_check import undisturbed
 from wellposed.certification._walk import CertificateBuilder, RuleContext
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import MASK_KINDS, MaskKind
-from wellposed.model_checks import require_module
+from wellposed.model_checks import require_finite_weights, require_module
 
 # The first guess of a radius, relative to the largest token; and the range that is searched.
 _FIRST = 1e-2
@@ -55,6 +55,7 @@ def local_radius(
     Raises:
         ShapeError: the inputs are empty, or the module has no single vector of logits for each.
         ConfigError: inputs are not finite vectors, or the mask is unknown.
+        NotLipschitzError: a parameter holds NaN or infinity.
 
     Cost: a walk of `certify` for each input and step; norms of weights are computed once.
 
@@ -68,9 +69,10 @@ def local_radius(
     module = without_compiler(module)
     if mask is not None and mask not in MASK_KINDS:
         raise ConfigError(f"local_radius: unknown mask {mask!r}; known: {', '.join(MASK_KINDS)}")
-    inputs = check_around(module, around, None)
+    require_finite_weights("local_radius", module)
+    inputs = check_around(module, around, None, caller="local_radius")
     with undisturbed(module):
-        centres = record_centres(module, inputs, is_causal=mask == "causal")
+        centres = record_centres(module, inputs, is_causal=mask == "causal", caller="local_radius")
         logits = centres.outputs
         if logits.ndim != 3 or logits.shape[1] != 1 or logits.shape[2] < 2:
             raise ShapeError(

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellposed.certification.bounds._network import UNDERFLOW, Network
+from wellposed.certification.bounds._network import Network
+from wellposed.certification.bounds._rounding import MORE_TERMS, UNDERFLOW, UNIT, check_positive
 from wellposed.certification.bounds._search import (
     Ascent,
     smallest_proved,
@@ -25,8 +26,6 @@ from wellposed.errors import ConfigError
 from wellposed.linalg import proves_definite, symmetric_product
 from wellposed.torch_modes import on_the_cpu
 
-UNIT = torch.finfo(torch.float64).eps / 2
-_MORE_TERMS = 8
 # Factors of the smallest multiplier that are tried first.
 _FACTORS = (0.05, 0.12, 0.3, 0.6, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0, 1e3, 1e4)
 _WIDE = 256
@@ -124,12 +123,7 @@ def _check(multipliers: Tensor, maps: _Maps) -> None:
         raise ConfigError(
             f"branch_bound: expected multipliers {expected}, received {tuple(multipliers.shape)}"
         )
-    wrong = ~(torch.isfinite(multipliers) & (multipliers > 0))
-    if bool(wrong.any()):
-        raise ConfigError(
-            f"branch_bound: {int(wrong.sum())} of {multipliers.numel()} multipliers are not positive"
-            " finite numbers, and a proof needs T > 0; leave multipliers out to search for them"
-        )
+    check_positive("branch_bound", [multipliers])
 
 
 def _maps(networks: Sequence[Network], skips: Sequence[float], scales: Sequence[float]) -> _Maps:
@@ -149,7 +143,7 @@ def _parts(network: Network, skip: float, scale: float) -> tuple[Tensor, Tensor,
     straight = scale * ((last * mid) @ first)
     out = scale * (last * half)
     sizes = _size(last * mid) * _size(first)
-    lost = abs(scale) * (len(mid) + _MORE_TERMS) * sizes
+    lost = abs(scale) * (len(mid) + MORE_TERMS) * sizes
     lost += 4 * _size(straight) + 4 * _size(out) * _size(first)
     if skip:
         straight = straight + skip * torch.eye(len(straight), dtype=torch.float64)
@@ -180,7 +174,7 @@ def _proposed(maps: _Maps) -> Tensor:
     ascent = Ascent(start.log(), torch.minimum(first[0], second[0]))
     for _ in range(steps):
         ascent.step(*_value_and_gradient(maps, ascent.point.exp(), ascent.temperature))
-        if ascent.stalls():
+        if ascent.is_over():
             break
     return ascent.best.exp()
 
@@ -266,7 +260,7 @@ def _grams(maps: _Maps, multipliers: Tensor) -> _Grams:
         symmetric_product(outer, outer.mT),
         inner.square().sum(-2),
         outer.square().sum(-1),
-        maps.into.shape[-2] + _MORE_TERMS,
+        maps.into.shape[-2] + MORE_TERMS,
         multipliers,
     )
 

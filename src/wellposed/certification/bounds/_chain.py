@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wellposed.certification.bounds._network import Network
+from wellposed.certification.bounds._rounding import MORE_TERMS, UNIT, check_positive
 from wellposed.certification.bounds._search import (
     Ascent,
     smallest_proved,
@@ -25,9 +26,8 @@ from wellposed.errors import ConfigError
 from wellposed.linalg import block_factor, proves_definite
 from wellposed.torch_modes import on_the_cpu
 
-UNIT = torch.finfo(torch.float64).eps / 2
-_MORE_TERMS = 8
-_STEPS = 120
+_STEPS = 200
+_RESTARTS = 2
 _WORK = 2e10
 """Multiply-adds that the search may take."""
 _LARGEST_WORK = 2e10
@@ -119,12 +119,7 @@ def _check(multipliers: Sequence[Tensor], network: Network) -> None:
         raise ConfigError(
             f"chain_bound: expected multipliers of widths {expected}, received {received}"
         )
-    wrong = sum(int((~(layer.isfinite() & (layer > 0))).sum()) for layer in multipliers)
-    if wrong:
-        raise ConfigError(
-            f"chain_bound: {wrong} of {sum(received)} multipliers are not positive finite numbers,"
-            " and a proof needs T > 0; leave multipliers out to search for them"
-        )
+    check_positive("chain_bound", multipliers)
 
 
 def _blocks(network: Network, skip: float, scale: float, multipliers: Sequence[Tensor]) -> Blocks:
@@ -168,10 +163,12 @@ def _proposed(network: Network, skip: float, scale: float, most: int) -> list[li
         return [start]
     widths = [len(multiplier) for multiplier in start]
     nothing = torch.tensor(math.inf, dtype=torch.float64)
-    ascent = Ascent(torch.cat(start).log(), nothing, rate=_RATE, temperature=_TEMPERATURE)
+    ascent = Ascent(
+        torch.cat(start).log(), nothing, rate=_RATE, temperature=_TEMPERATURE, restarts=_RESTARTS
+    )
     for _ in range(steps):
         ascent.step(*_value_and_gradient(network, skip, scale, ascent, widths))
-        if ascent.stalls():
+        if ascent.is_over():
             break
     first = torch.cat(start).log()
     shares = (0.0, 0.02, 0.2, 1.0)
@@ -217,15 +214,13 @@ def _greedy(network: Network) -> list[Tensor]:
 
 
 def _best_number(mid: Tensor, half: Tensor) -> float:
-    """Maximise ``l - m^2 l^2 / (1 + ab l)`` over l > 0."""
-    middle = float(mid[half > 0].abs().max()) if bool((half > 0).any()) else 1.0
-    product = float(((mid - half) * (mid + half))[half > 0].min()) if middle else -1.0
-    end = 4 / max(middle**2, 1e-3)
-    if product < 0:
-        end = min(end, -0.9 / product)
-    tried = torch.linspace(0, 1, 400, dtype=torch.float64)[1:-1] * end
-    reached = tried - middle**2 * tried**2 / (1 + product * tried)
-    return float(tried[reached.argmax()])
+    """Return the l > 0 with the largest ``l - m^2 l^2 / (1 + (m^2 - h^2) l)``, m and h the largest."""
+    bends = half > 0
+    if not bool(bends.any()):
+        return 1.0
+    middle = float(mid[bends].abs().max())
+    length = float(half[bends].max())
+    return 1 / (length * (length + middle))
 
 
 def _solved(block: Tensor, weight: Tensor) -> Tensor:
@@ -265,5 +260,5 @@ def _errors(network: Network, multipliers: Sequence[Tensor]) -> list[Tensor]:
         # (mid - half) and (mid + half) may cancel, so their rounding is relative to both.
         bent = (mid.abs() + half).square() * multiplier
         sizes = bent @ weight.square()
-        made[index] = made[index] + 2 * (len(weight) + _MORE_TERMS) * UNIT * (sizes + 1)
+        made[index] = made[index] + 2 * (len(weight) + MORE_TERMS) * UNIT * (sizes + 1)
     return [error.sqrt() for error in made]

@@ -10,16 +10,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from wellposed.errors import ConfigError
-from wellposed.torch_modes import on_the_cpu
+from wellposed.certification.bounds._rounding import MORE_TERMS, UNDERFLOW, UNIT
+from wellposed.errors import ConfigError, NotLipschitzError
+from wellposed.torch_modes import in_float64, on_the_cpu
 
-UNIT = torch.finfo(torch.float64).eps / 2
-# Roundings of a sum beyond one for each term.
-_MORE_TERMS = 8
 _LARGEST = 1e60
 """Sums of absolute weights above it, or below its inverse, have products of norms alone."""
-UNDERFLOW = 1e-250
-"""More than the sum of products too small for float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +43,7 @@ class Slopes:
     high: float | Tensor
 
     def __post_init__(self) -> None:
-        low, high = map(_float64, (self.low, self.high))
+        low, high = map(in_float64, (self.low, self.high))
         if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
             raise ConfigError(
                 f"slopes: expected finite numbers low <= high, received low={self.low},"
@@ -79,8 +75,9 @@ class Network:
 
     @property
     def is_usual(self) -> bool:
-        """Whether all weights are finite and of sizes whose products are ordinary numbers."""
-        return self.excess < _LARGEST and all(map(_has_usual_size, self.weights))
+        """Whether no weight is empty and all are of sizes whose products are ordinary numbers."""
+        are_usual = (weight.numel() and _has_usual_size(weight) for weight in self.weights)
+        return self.excess < _LARGEST and all(are_usual)
 
 
 @on_the_cpu
@@ -90,8 +87,19 @@ def network_of(links: Sequence[Link]) -> Network | None:
     Sorted pairs are an absolute value of half the difference, next to half the sum. Consecutive
     linear maps are multiplied. Rounding of both is counted in `Network.excess`. The weights of the
     network have the gradient of those of the links.
+
+    Raises:
+        NotLipschitzError: a matrix holds NaN or infinity.
     """
-    if sum(isinstance(link, Matrix) for link in links) < 2:
+    matrices = [link.weight for link in links if isinstance(link, Matrix)]
+    for index, weight in enumerate(matrices):
+        wrong = int((~weight.isfinite()).sum())
+        if wrong:
+            raise NotLipschitzError(
+                f"network_of: matrix {index} of {len(matrices)}, {tuple(weight.shape)}, holds {wrong}"
+                " entries that are NaN or infinite, so the map has no bound; pass finite weights"
+            )
+    if len(matrices) < 2:
         return None
     builder = _Builder()
     try:
@@ -183,16 +191,9 @@ def _first_width(links: Sequence[Link]) -> int:
     return first.weight.shape[1]
 
 
-def _float64(value: float | Tensor) -> Tensor:
-    """Return a number or a tensor in float64 on the CPU, without rounding by the default dtype."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", torch.float64)
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
-
-
 def _ends(link: Slopes, width: int) -> tuple[Tensor, Tensor]:
     """Return the middle and half the length of an interval that contains all slopes."""
-    low, high = (_float64(end).expand(width) for end in (link.low, link.high))
+    low, high = (in_float64(end).expand(width) for end in (link.low, link.high))
     mid = (low + high) / 2
     return mid, torch.maximum(high - mid, mid - low) * (1 + 4 * UNIT)
 
@@ -236,7 +237,7 @@ def _size(matrix: Tensor) -> float:
 def _product_error(second: Tensor, first: Tensor, error: float, before: float) -> float:
     """Bound the error of ``second @ first`` if each has an error of its own (in the 2-norm)."""
     sizes = _size(second), _size(first)
-    terms = second.shape[1] + _MORE_TERMS
+    terms = second.shape[1] + MORE_TERMS
     return 1.01 * (
         terms * UNIT * sizes[0] * sizes[1]
         + error * (sizes[1] + before)

@@ -18,6 +18,8 @@ _SMOOTHING = 0.01
 # A search ends if so many steps lower rho by less than this share.
 _PATIENCE = 12
 _WORTH = 2e-3
+# Factor of the rate after a restart from the best point.
+_SLOWER = 0.3
 
 
 class Ascent:
@@ -30,6 +32,7 @@ class Ascent:
         *,
         rate: float = _RATE,
         temperature: float = _FIRST_TEMPERATURE,
+        restarts: int = 0,
     ) -> None:
         self.point = start
         self.best = start.clone()
@@ -39,15 +42,25 @@ class Ascent:
         self._second = torch.zeros_like(start)
         self._rate = torch.full_like(start[..., :1], rate)
         self._temperature = temperature
+        self._restarts = restarts
         self._history: list[Tensor] = []
 
-    def stalls(self) -> bool:
-        """Whether the last steps lowered no value of the batch by `_WORTH`."""
+    def is_over(self) -> bool:
+        """Whether the last steps lowered no value of the batch by `_WORTH`, at the last rate."""
         self._history.append(self.value)
         if len(self._history) <= _PATIENCE:
             return False
         earlier = self._history[-1 - _PATIENCE]
-        return not bool((self.value * (1 + _WORTH) < earlier).any())
+        if bool((self.value * (1 + _WORTH) < earlier).any()):
+            return False
+        if not self._restarts:
+            return True
+        self._restarts -= 1
+        self._history.clear()
+        self.point = self.best
+        self._first = torch.zeros_like(self._first)
+        self._rate = _SLOWER * self._rate
+        return False
 
     @property
     def temperature(self) -> float:

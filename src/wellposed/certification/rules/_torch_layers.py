@@ -17,6 +17,7 @@ from wellposed.certification._walk import RuleContext
 from wellposed.certification.bounds import Matrix, Slopes
 from wellposed.linalg import TokenNorm
 from wellposed.nn import unit_gelu
+from wellposed.torch_modes import in_float64
 
 # Largest slopes above 1 (exact GELU: at sqrt 2; others at the zero of g''), rounded up.
 GELU = 1.128905
@@ -181,7 +182,7 @@ def slope_rule(
 
 def _with_one(module: nn.Module, attribute: str) -> Ends:
     """Return the slopes of a map of slope 1 above zero and of the attribute's below."""
-    below = torch.as_tensor(getattr(module, attribute)).detach().double()
+    below = in_float64(getattr(module, attribute))
     return min(1.0, float(below.min())), max(1.0, float(below.max()))
 
 
