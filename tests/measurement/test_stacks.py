@@ -1,5 +1,7 @@
 """The launches and transfers of a measured step; numbers of stacks are those of each weight."""
 
+# pyright: reportPossiblyUnboundVariable=false
+
 import math
 from contextlib import ExitStack
 
@@ -48,7 +50,12 @@ def launches(layers, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "once", "a_layer"), [({}, 300, 14), ({"weights": False}, 100, 10)]
+    ("options", "once", "a_layer"),
+    [
+        ({}, 300, 14),
+        ({"weights": False}, 100, 10),
+        ({"weights": False, "softmax_sensitivity": True}, 100, 10),
+    ],
 )
 def test_launches_of_a_measured_step_do_not_grow_with_its_layers(options, once, a_layer):
     few, many = (launches(n, every=1, **options) - launches(n) for n in (1, 4))

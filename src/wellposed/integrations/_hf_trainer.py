@@ -45,6 +45,7 @@ class MonitorCallback(TrainerCallback):
         every: steps of the optimizer from one measurement to the next.
         weights: as in `wellposed.Monitor`.
         vitals: as in `wellposed.Monitor`.
+        softmax_sensitivity: as in `wellposed.Monitor`.
         batch: as in `wellposed.find_roles`.
         where: as in `wellposed.find_roles`.
         log_to: as in `wellposed.Monitor`: tracker that gets every number of each measured step,
@@ -64,6 +65,7 @@ class MonitorCallback(TrainerCallback):
         every: Size = 100,
         weights: bool = True,
         vitals: bool = True,
+        softmax_sensitivity: bool = False,
         batch: Any = None,
         where: Mapping[str, str | Sequence[str]] | None = None,
         log_to: Any = None,
@@ -71,6 +73,7 @@ class MonitorCallback(TrainerCallback):
         self.penalty = penalty
         self.every = every
         self.read: dict[str, Any] = {"weights": weights, "vitals": vitals}
+        self.read |= {"softmax_sensitivity": softmax_sensitivity}
         self.read |= {"batch": batch, "where": where, "log_to": log_to}
         TrackerLog(log_to, "MonitorCallback", "monitor/step")  # refuses now what it cannot write to
         self._worst: dict[str, float] = {}

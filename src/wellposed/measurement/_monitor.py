@@ -101,6 +101,8 @@ class Monitor:
         where: as in `find_roles`.
         weights: measure the condition of the weights.
         vitals: measure vital signs, with hooks.
+        softmax_sensitivity: also measure, for each head, the mean of ``p1 (1 - p1 + p2)``, a bound on
+            the norm of the softmax Jacobian, over queries that see two keys or more.
         limits: other limits, such as ``{"logit_max": 100}``.
         log_to: tracker, or list of trackers, that gets the numbers of each measured step, at its
             step: ``wandb``, ``mlflow``, a SummaryWriter, a Trainer, a logger of Lightning, a
@@ -151,6 +153,7 @@ class Monitor:
         where: Mapping[str, str | Sequence[str]] | None = None,
         weights: bool = True,
         vitals: bool = True,
+        softmax_sensitivity: bool = False,
         limits: Mapping[str, float] | None = None,
         log_to: Any = None,
         dry_run: bool = False,
@@ -180,7 +183,9 @@ class Monitor:
         self._vitals = None
         if vitals and not dry_run:
             due = hooks.WhileAlive(self.is_due)
-            self._vitals = VitalSigns(model, roles, _hooked(optimizer), due)
+            self._vitals = VitalSigns(
+                model, roles, _hooked(optimizer), due, sensitivity=softmax_sensitivity
+            )
             hooks.end_with(self, self._vitals.remove)
             self._vitals.attach()
         self.plan: Plan | None = None

@@ -33,6 +33,7 @@ WAITING = 2**28
 SMALL = 1e-30
 """Smallest divisor."""
 HEAD_NUMBERS = ("logit_max", "query_norm", "key_norm")
+HEAD_MEANS = ("entropy", "softmax_sensitivity")
 FORGOTTEN = 64
 """Steps of the optimizer without `take` after which nobody seems to read the numbers."""
 _PASSES_A_STEP = 64
@@ -79,9 +80,16 @@ class VitalSigns:
     """Hooks that read logits, activations, gradients and updates in steps that are ``due``."""
 
     def __init__(
-        self, model: nn.Module, roles: Roles, optimizer: Optimizer | None, due: Callable[[], bool]
+        self,
+        model: nn.Module,
+        roles: Roles,
+        optimizer: Optimizer | None,
+        due: Callable[[], bool],
+        *,
+        sensitivity: bool,
     ) -> None:
         self._due = due
+        self._head_numbers = partial(_head_numbers, sensitivity=sensitivity)
         weights = list(roles.weights())
         rows = [{**vars(w), "parameter": w.view.label, "path": w.path} for w in weights]
         views = dict(zip(row_names(rows), (weight.view for weight in weights), strict=True))
@@ -267,8 +275,11 @@ class VitalSigns:
                 lambda entry: entry.key(shared_masks),
                 lambda entry: ENTRIES // max(1, entry.entries(shared_masks)),
             ):
-                kind, compute = ("heads", _head_numbers) if part[0].call else ("layers", _moments)
-                self._tables.append((kind, [entry.name for entry in part], compute(part)))
+                names = [entry.name for entry in part]
+                if part[0].call:
+                    self._tables.append(("heads", names, self._head_numbers(part)))
+                else:
+                    self._tables.append(("layers", names, _moments(part)))
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: Any) -> None:
@@ -347,8 +358,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _head_numbers(part: Sequence[_Seen]) -> Tensor:
-    """Return (calls, heads, 5): largest logit, query and key norm; entropy and its maximum."""
+def _head_numbers(part: Sequence[_Seen], *, sensitivity: bool) -> Tensor:
+    """Return (calls, heads, 5): largest logit, query and key norm; entropy and its maximum.
+
+    With ``sensitivity`` seven: `_sensitivities` and their number follow.
+    """
     call: Any = part[0].call
     stacks = [stacked(tensors) for tensors in zip(*(e.tensors for e in part), strict=True)]
     is_product = isinstance(call, hooks.ScaledDotProductCall)
@@ -369,12 +383,24 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
         shares = logits.exp()
         total = shares.sum(-1)
         entropy = total.log().addcdiv_(logits.mul_(shares).sum(-1), total, value=-1.0)
-        sums = [values.sum((1, 3)) for values in (entropy.minimum(most), most)]
+        summed = [entropy.minimum(most), most]
+        if sensitivity:
+            sees_two = most > 0.0
+            summed += [_sensitivities(shares, total, sees_two), sees_two]
+        sums = [values.sum((1, 3)) for values in summed]
         vectors = stacks if is_product else []
         lengths = [torch.linalg.vector_norm(x.float(), dim=-1).amax((1, 3)) for x in vectors]
         largest = [top.amax((1, 3)), *(lengths or [torch.full_like(sums[0], -math.inf)] * 2)]
         numbers = [_by_group(values, stacks[-1].shape[2]) for values in (*largest, *sums)]
     return torch.stack(torch.broadcast_tensors(*numbers), -1).flatten(1, 2)
+
+
+def _sensitivities(shares: Tensor, total: Tensor, sees_two: Tensor) -> Tensor:
+    """Return ``p1 (1 - p1 + p2)`` of each query, of ``shares`` relative to p1; 0 with one key."""
+    if shares.shape[-1] == 1:
+        return torch.zeros_like(total)
+    second = shares.topk(2, dim=-1).values[..., 1]
+    return torch.where(sees_two, (total - 1.0 + second) / total.square(), 0.0)
 
 
 def _kind(tensor: Tensor) -> Hashable:
@@ -419,11 +445,14 @@ def _largest(values: Sequence[float]) -> float:
 
 def _of_head(calls: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the largest numbers of all calls, and their entropy as a share of its maximum."""
-    *largest, entropies, most = zip(*calls, strict=True)
-    numbers: dict[str, float] = dict(zip(HEAD_NUMBERS, map(_largest, largest), strict=True))
-    total = sum(most)
-    if total > 0:
-        numbers["entropy"] = sum(entropies) / total
+    columns = [*zip(*calls, strict=True)]
+    count = len(HEAD_NUMBERS)
+    largest = map(_largest, columns[:count])
+    numbers: dict[str, float] = dict(zip(HEAD_NUMBERS, largest, strict=True))
+    means = zip(HEAD_MEANS, columns[count::2], columns[count + 1 :: 2], strict=False)
+    for name, parts, most in means:
+        if sum(most) > 0:
+            numbers[name] = sum(parts) / sum(most)
     return {number: value for number, value in numbers.items() if value != -math.inf}
 
 
