@@ -19,7 +19,7 @@ def import_file(path: Path) -> None:
 
     Its path and SHA-256 are recorded in the runs of this process. A folder cannot make a file run:
     `import_again` only asks for it. For code that others install, use an entry point, see
-    `wellposed.registry.load_entry_points`.
+    `wellposed.registry.load_entry_point`.
 
     Raises:
         ConfigError: no such file, or an error in it, such as a name that is already registered.

@@ -44,3 +44,21 @@ def import_on_first_use(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return find, names
+
+
+class ModuleOnFirstUse:
+    """Stands for a module, which is imported when an attribute of it is first read.
+
+    Type checkers read the import itself below ``if TYPE_CHECKING``.
+
+    >>> math = ModuleOnFirstUse("math")
+    >>> math.gcd(4, 6)
+    2
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        module = sys.modules.get(self._name) or importlib.import_module(self._name)
+        return getattr(module, attribute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from wellposed.errors import ConfigError, is_about_resources, unknown_name
@@ -18,8 +18,9 @@ class Registry(Generic[T]):
 
     A new attention, family, task or variant is a file with a ``register`` line. It may be in this
     package, or in a file that `wellposed_lab.plugins.import_file` runs. It may also be in a package
-    with an entry point in the group ``entry_points``. ``elsewhere`` names the package to install
-    for some names. Names in ``taken`` cannot be registered.
+    with an entry point in the group ``entry_points``; `get` imports them one by one, until the name
+    is there. ``elsewhere`` names the package to install for some names. Names in ``taken`` cannot be
+    registered.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
@@ -41,6 +42,7 @@ class Registry(Generic[T]):
         self._elsewhere = elsewhere or {}
         self._taken = taken
         self._entry_points = entry_points
+        self._to_load: list[EntryPoint] = []
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -61,7 +63,9 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the object registered as ``name``; `ConfigError` with the nearest names."""
-        entries = self._all()
+        while name not in self._entries and self._pending():
+            load_entry_point(self._to_load.pop(0))
+        entries = self._entries
         if name not in entries and name in self._elsewhere:
             raise ConfigError(
                 f"{self.kind} {name!r} comes with another package, {self._elsewhere[name]}; type:"
@@ -83,25 +87,31 @@ class Registry(Generic[T]):
 
     def _all(self) -> dict[str, T]:
         """Return all entries, those of installed packages included."""
-        if self._entry_points:
-            group = self._entry_points
-            self._entry_points = ""
-            load_entry_points(group)
+        while self._pending():
+            load_entry_point(self._to_load.pop(0))
         return self._entries
 
+    def _pending(self) -> list[EntryPoint]:
+        """Return the entry points that are not imported yet."""
+        if self._entry_points:
+            points = entry_points(group=self._entry_points)
+            # In one order on all machines: metadata are listed as the file system lists them.
+            self._to_load = sorted(points, key=lambda entry: entry.value)
+            self._entry_points = ""
+        return self._to_load
 
-def load_entry_points(group: str) -> None:
-    """Import the entry points of ``group`` (see docs/howto/extend.md); warn if one fails."""
-    for entry in entry_points(group=group):
-        try:
-            entry.load()
-        except Exception as error:
-            if is_about_resources(error):
-                raise
-            package = entry.dist.name if entry.dist else "an installed package"
-            warnings.warn(
-                f"entry point {entry.name} = {entry.value} of {package} in {group} is left out:"
-                f" {type(error).__name__}: {error}; repair or remove that package",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+
+def load_entry_point(entry: EntryPoint) -> None:
+    """Import an entry point (see docs/howto/extend.md); warn if it fails."""
+    try:
+        entry.load()
+    except Exception as error:
+        if is_about_resources(error):
+            raise
+        package = entry.dist.name if entry.dist else "an installed package"
+        warnings.warn(
+            f"entry point {entry.name} = {entry.value} of {package} in {entry.group} is left out:"
+            f" {type(error).__name__}: {error}; repair or remove that package",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -9,13 +9,15 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import numpy as np
-
 from wellposed.errors import ConfigError
+from wellposed.lazy import ModuleOnFirstUse
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+else:
+    np = ModuleOnFirstUse("numpy")
 
 Element = TypeVar("Element")
 Example: TypeAlias = "dict[str, list[int]]"

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed_lab.tasks.batches import Example, Rows
 from wellposed_lab.tasks.data import images as reading
 from wellposed_lab.tasks.data.images import ImageDataOptions, Images
@@ -19,7 +17,11 @@ from wellposed_lab.tasks.kinds.classification import LabelTask
 from wellposed_lab.tasks.task import Kind, register_task
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+else:
+    np = ModuleOnFirstUse("numpy")
 
 FORMS = "data, hf:FOLDER_OR_NAME or config:FOLDER_OR_NAME"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

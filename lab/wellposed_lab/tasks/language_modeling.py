@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from wellposed.errors import ConfigError, DataError
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import Ge, Size
 from wellposed_lab.tasks import task
 from wellposed_lab.tasks.batches import (
@@ -31,7 +29,11 @@ from wellposed_lab.tasks.text import tokenizers
 from wellposed_lab.tasks.text.tokenizers import Encoded, TextEncoder
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+else:
+    np = ModuleOnFirstUse("numpy")
 
 
 class BlockDataset(Rows[Example]):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.errors import DataError, require_extras
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
@@ -16,6 +15,11 @@ from wellposed_lab.tasks.data.splits import SPLITS, Split
 from wellposed_lab.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
 from wellposed_lab.tasks.metrics import score_texts
 from wellposed_lab.tasks.task import register_task
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = ModuleOnFirstUse("numpy")
 
 
 @dataclass(frozen=True)

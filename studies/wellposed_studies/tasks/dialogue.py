@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from wellposed.errors import DataError
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
@@ -27,6 +26,11 @@ from wellposed_lab.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTas
 from wellposed_lab.tasks.task import register_task
 from wellposed_studies.tasks.dialogue_scores import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
 from wellposed_studies.tasks.vectors import hf_sentence_encoder, read_word_vectors
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = ModuleOnFirstUse("numpy")
 
 END_OF_UTTERANCE = "__eou__"
 NUMBERED = re.compile(r"(\d{1,9}) ")

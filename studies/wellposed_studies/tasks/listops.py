@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from wellposed.errors import ConfigError
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import CheckedOptions, Ge
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
@@ -28,6 +27,11 @@ from wellposed_lab.tasks.kinds.classification import (
 from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 from wellposed_studies.tasks.drawn import DrawnOptions, draw_distinct, drawn_facts
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = ModuleOnFirstUse("numpy")
 
 GENERATOR_VERSION = 1
 DIGITS = tuple("0123456789")

@@ -7,16 +7,20 @@ import itertools
 import random
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-import numpy as np
-
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import CheckedOptions, Ge, Size
 from wellposed_lab.tasks.data.splits import SPLITS, Split
 from wellposed_lab.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import WordEncoder
 from wellposed_studies.tasks.drawn import draw_distinct, drawn_facts
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    np = ModuleOnFirstUse("numpy")
 
 GENERATOR_VERSION = 1
 ASK = "?"

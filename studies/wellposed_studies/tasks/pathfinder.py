@@ -18,12 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import CheckedOptions, Count, Ge, Positive, Size
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.images import Images, read_image_file
@@ -37,6 +35,12 @@ from wellposed_studies.tasks.pixels import (
     read_npz_splits,
     stack_images,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+else:
+    np = ModuleOnFirstUse("numpy")
 
 LABELS = ("apart", "connected")
 SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
@@ -54,7 +58,7 @@ _BUDGET = 4
 _CURVE_TRIES = 20
 _IMAGE_TRIES = 100
 
-Array: TypeAlias = NDArray[Any]
+Array: TypeAlias = "NDArray[Any]"
 Drawn = TypeVar("Drawn")
 
 

@@ -12,12 +12,10 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import DataError, is_out_of_memory
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
@@ -29,6 +27,12 @@ from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 from wellposed_studies.tasks.drawn import SeededOptions, drawn_facts
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+else:
+    np = ModuleOnFirstUse("numpy")
+
 SHAPES = ("disc", "ring", "square", "cross")
 GENERATOR_VERSION = 1
 _NOISE = 24
@@ -38,11 +42,15 @@ HOW_TO_SAVE = "numpy.savez_compressed(path, x=uint8 images, y=integer labels)"
 CIFAR_WIDTH = 3 * 32 * 32
 
 
+def _as_array(image: Any) -> NDArray[np.uint8]:
+    return np.asarray(image)
+
+
 @dataclass(frozen=True)
 class ArrayImages(Images):
     """Images in one array, (number, height, width) or (number, height, width, 3), uint8."""
 
-    read: Callable[[Any], NDArray[np.uint8]] = np.asarray
+    read: Callable[[Any], NDArray[np.uint8]] = _as_array
 
     def select(self, rows: Sequence[int]) -> ArrayImages:
         chosen = list(rows)

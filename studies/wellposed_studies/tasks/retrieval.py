@@ -7,12 +7,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from wellposed.errors import ConfigError
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Example, Ragged
 from wellposed_lab.tasks.data import files, splits
@@ -26,6 +24,12 @@ from wellposed_lab.tasks.kinds.classification import (
 )
 from wellposed_lab.tasks.task import Kind, register_task
 from wellposed_studies.tasks.drawn import DrawnOptions
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+else:
+    np = ModuleOnFirstUse("numpy")
 
 LABELS = ("different", "related")
 COLUMNS = ("label", "id1", "id2", "text1", "text2")

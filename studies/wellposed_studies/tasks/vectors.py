@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed_lab.tasks.data.files import decode_text, refuse
 
-Vectors = NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors: TypeAlias = NDArray[np.float32]
+else:
+    np = ModuleOnFirstUse("numpy")
 
 
 @dataclass(frozen=True)

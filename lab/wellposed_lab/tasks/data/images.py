@@ -8,16 +8,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wellposed.errors import DataError, import_extra, is_out_of_memory
 from wellposed.install_line import install_line
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import Size
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+else:
+    np = ModuleOnFirstUse("numpy")
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 HUB_IMAGES = ("image", "img")

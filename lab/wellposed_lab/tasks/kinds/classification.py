@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed_lab.tasks import batches
 from wellposed_lab.tasks.batches import Example, Ragged
 from wellposed_lab.tasks.data.files import refuse
@@ -20,7 +18,11 @@ from wellposed_lab.tasks.text.tokenizers import Encoded, TextEncoder, build_enco
 from wellposed_lab.tasks.text.windows import WindowEncoder
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+else:
+    np = ModuleOnFirstUse("numpy")
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.options import CheckedOptions, Size
 from wellposed_lab.tasks import batches, task
 from wellposed_lab.tasks.batches import Example, Ragged
@@ -21,8 +19,12 @@ from wellposed_lab.tasks.task import Kind, TokenLossTask
 from wellposed_lab.tasks.text.seq2seq_tokenizers import build_pair_encoder
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+else:
+    np = ModuleOnFirstUse("numpy")
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from wellposed.errors import CheckpointError, ConfigError, import_extra, is_out_of_memory
+from wellposed.lazy import ModuleOnFirstUse
 from wellposed.words import split_words
 from wellposed_lab.tasks.batches import Ragged
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerFast
+else:
+    np = ModuleOnFirstUse("numpy")
 
 PAD = "<|pad|>"
 UNK = "<|unk|>"
