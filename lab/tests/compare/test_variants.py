@@ -1,5 +1,7 @@
 """Variants are functions of configurations, and each one changes what its name says."""
 
+# pyright: reportCallIssue=false, reportOptionalCall=false
+
 import math
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from safetensors.torch import load_file
 
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
-from wellposed.models import build_model
+from wellposed.models import build_model, model_keywords
 from wellposed.nn import OrthogonalLinear
 from wellposed_lab.compare.variants import (
     EMBEDDING,
@@ -200,3 +202,27 @@ def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path):
     constrained = [weights[name].double() for name in weights if name.split(".")[-2] in kinds]
     worst = max(float((weight.T @ weight - torch.eye(16)).abs().max()) for weight in constrained)
     assert worst <= result.result["train_info"]["isometry_error"] * (1 + 1e-6) <= 1e-5
+
+
+def test_ngpt_has_about_the_parameters_of_the_baseline_and_unit_weights_after_training(tmp_path):
+    counts = {}
+    for name in ("post_ln", "ngpt"):
+        keywords = model_keywords(apply_variant(name, BASE).model)
+        counts[name] = sum(
+            p.numel() for p in build_model("wellposed", "causal_lm", **keywords).parameters()
+        )
+    assert counts["ngpt"] == pytest.approx(counts["post_ln"], rel=0.2)
+
+    task = {"data": "builtin", "max_length": 6, "limit_train": 40}
+    sizes = ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    steps = TrainOptions(steps=4, batch_size=4, eval_every=2, warmup_steps=2)
+    warm = RunConfig("text_classification", task, model=sizes, train=steps)
+    config = apply_variant("ngpt:0.1", warm)
+    assert (config.train.warmup_steps, config.model.ngpt_alpha) == (0, 0.1)
+    train(config, tmp_path / "run", progress=False)
+    weights = load_file(tmp_path / "run/final/model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2 and "classifier" not in name:
+            along = 0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+            lengths = weight.double().norm(dim=along)
+            assert float((lengths - 1).abs().max()) <= 1e-6, name

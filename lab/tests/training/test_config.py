@@ -132,3 +132,11 @@ def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path):
 def test_options_are_the_same_on_the_command_line_as_they_were():
     options = {name for path in RUNS for name in tomllib.loads(path.read_text())["model"]}
     assert options <= set(ModelOptions.__dataclass_fields__)
+
+
+def test_every_spectral_set_takes_a_bound_by_root_mean_squares():
+    for to in ("spectral", "spectral_soft", "spectral_hammer", "spectral_sphere"):
+        assert ConstrainOptions("query", to=to, bound="rms:2").bound == "rms:2"
+    for to in ("rows", "columns", "hypersphere", "logits"):
+        with pytest.raises(ConfigError, match="expected a number above 0, or rms:X"):
+            ConstrainOptions("query", to=to, bound="rms:2")

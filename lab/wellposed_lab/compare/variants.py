@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from wellposed import presets
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import flat_options
@@ -25,7 +26,7 @@ from wellposed_lab.tasks.task import TASKS
 from wellposed_lab.training.config import STRENGTHS, PenaltyOptions, RunConfig, TrainOptions
 
 PARTS = ["architecture", "attention", "feedforward", "norm", "residual", "qk_norm"]
-PARTS += ["unit_embeddings", "ball_embeddings"]
+PARTS += ["unit_embeddings", "ball_embeddings", "logit_gain"]
 """Parts of a model that a variant resets to the defaults, except those that it changes."""
 REPLACEABLE = ("model.", "train.warmup_", "start.dt_fixup")
 """Options that a variant may set itself: architecture, initial weights and warm-up."""
@@ -235,6 +236,20 @@ def derf(base: RunConfig, alpha: float = 0.5) -> RunConfig:
     """pre_ln with gamma erf(alpha x + s) + beta in place of LayerNorm; alpha starts at 0.5 or value
     (Chen et al. 2025)."""
     return _with_model(base, norm="derf", derf_alpha=alpha)
+
+
+@VARIANTS.register("ngpt")
+def ngpt(base: RunConfig, alpha: float = 0.05) -> RunConfig:
+    """States, embeddings and weights of norm 1, with learnt scales; eigen learning rates start at
+    0.05 or value; no LayerNorm and no warm-up (Loshchilov et al. 2025).
+
+    A feed-forward of three matrices is two thirds as wide, unless the base names its width: it has
+    about as many parameters. A head that is not tied to the embedding is free.
+    """
+    parts = presets.ngpt(alpha)
+    width = base.model.intermediate_size or max(1, round(8 * base.model.hidden_size / 3))
+    config = _with_model(base, **parts, intermediate_size=width)
+    return _constrained(_without_warmup(config), ("layers", "token_embedding"), to="hypersphere")
 
 
 @VARIANTS.register("t_fixup")
@@ -497,7 +512,7 @@ def _faster(options: TrainOptions, rate: float) -> TrainOptions:
 def _constrained(
     config: RunConfig,
     weights: tuple[str, ...],
-    to: Literal["orthogonal", "spectral", "logits"] = "orthogonal",
+    to: Literal["orthogonal", "spectral", "hypersphere", "logits"] = "orthogonal",
     bound: float | str | None = None,
 ) -> RunConfig:
     embeddings = "fit" if EMBEDDING[0] in weights else "refuse"

@@ -92,14 +92,15 @@ class ConstrainOptions(options.CheckedOptions):
     error for tall ones."""
     to: Literal[
         "orthogonal", "spectral", "spectral_soft", "spectral_hammer", "spectral_sphere", "columns",
-        "rows", "logits",
+        "rows", "hypersphere", "logits",
     ] = "orthogonal"  # fmt: skip
     """The set: orthogonal matrices, spectral norm at most bound (soft: by a polynomial, hammer: of the
-    largest singular value alone, sphere: exactly), columns or rows of length bound, or queries and
-    keys whose largest attention logit is at most bound."""
+    largest singular value alone, sphere: exactly), columns, rows, or (hypersphere) vectors along the
+    width of a token of length bound, or queries and keys whose largest attention logit is at most
+    bound."""
     bound: Positive | str | None = None
-    """Bound of spectral and columns (default 1) or logits (default 100); for spectral also rms:X,
-    which is X sqrt(fan_out / fan_in)."""
+    """Bound of a spectral norm, or length (default 1), or of logits (default 100); for spectral norms
+    also rms:X, which is X sqrt(fan_out / fan_in)."""
     gain: Literal["auto", "one", "fit"] = "auto"
     """Common singular value of an orthogonal weight. one: 1; fit: its present mean, the smallest
     change; auto: fit for a pretrained model (--from), else one."""
@@ -117,7 +118,9 @@ class ConstrainOptions(options.CheckedOptions):
                 yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
         if self.bound not in (None, 1.0) and self.to == "orthogonal":
             yield f"bound = {self.bound!r} with to = orthogonal, which takes no bound"
-        elif isinstance(self.bound, str) and not (self.to == "spectral" and rms_radius(self.bound)):
+        elif isinstance(self.bound, str) and not (
+            self.to.startswith("spectral") and rms_radius(self.bound)
+        ):
             yield f"bound = {self.bound!r}, expected a number above 0, or rms:X for to = spectral"
 
     @property
@@ -160,13 +163,18 @@ class TrainOptions(options.CheckedOptions):
     """D of inverse_sqrt: lr sqrt(D / (D + n))."""
     gamma: Positive = 1.0
     """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
-    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon: Muon on hidden matrices (rates scaled to match AdamW), AdamW on the rest; sgd: SGD with
-    momentum."""
+    optimizer: Literal["adamw", "muon", "scion", "sgd"] = "adamw"
+    """muon: Muon on hidden matrices (rates scaled to match AdamW), AdamW on the rest; scion: steps in
+    norm balls by role, at rates from 0 to 1; sgd: SGD with momentum."""
     momentum: Rate | None = None
-    """Momentum of muon (default 0.95) and sgd (default 0.9)."""
+    """Momentum of muon (default 0.95), scion and sgd (default 0.9)."""
+    scion_radius: Positive = 50.0
+    """Radius of the balls of hidden matrices and vectors of scion."""
+    scion_head_radius: Positive = 3000.0
+    """Radius of the ball of the output embedding of scion."""
     weight_decay: Strength = 0.01
-    """Weight decay on matrices; biases, norms and scalars have none."""
+    """Weight decay on matrices; biases, norms and scalars have none. Scion has none: its balls bound
+    the weights."""
     adam_beta1: Rate = 0.9
     """AdamW beta 1."""
     adam_beta2: Rate = 0.98
@@ -218,6 +226,11 @@ class TrainOptions(options.CheckedOptions):
             yield f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps"
         if self.optimizer == "adamw" and self.momentum is not None:
             yield f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1"
+        if self.optimizer == "scion" and self.learning_rate > 1.0:
+            yield f"learning_rate = {self.learning_rate} with optimizer = scion, expected at most 1"
+        for name, usual in {"scion_radius": 50.0, "scion_head_radius": 3000.0}.items():
+            if self.optimizer != "scion" and getattr(self, name) != usual:
+                yield f"{name} = {getattr(self, name)}, which only optimizer = scion reads"
         if share and warm:
             yield f"warmup_share = {share} and warmup_steps = {warm}: give one"
         if schedule in NEEDS_WARMUP and not (warm or share):

@@ -1,6 +1,8 @@
 """From options to the objects of a run: the optimizer that is named, weights held in their set, and
 models of images that a run starts from."""
 
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
+
 import json
 import shutil
 from dataclasses import replace
@@ -16,6 +18,7 @@ from wellposed.constrain import MuonAndAdamW
 from wellposed.errors import ConfigError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.model_options import ModelOptions
+from wellposed.optim import Scion
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.report.page import build_report
 from wellposed_lab.tasks.task import build_task
@@ -84,9 +87,31 @@ def test_each_name_is_that_optimizer_with_its_numbers():
         assert len(decays) == len(list(model.parameters()))
 
 
+def test_scion_has_its_radii_and_begins_inside_its_balls():
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    with torch.no_grad():
+        model.linear1.weight.mul_(100.0)
+    options = TrainOptions(
+        optimizer="scion", learning_rate=0.1, momentum=0.8, scion_radius=2.0, scion_head_radius=7.0
+    )
+    optimizer = build_optimizer(model, options)
+    assert type(optimizer) is Scion
+    groups = {group["norm"]: group for group in optimizer.param_groups}
+    assert {group["radius"] for group in groups.values()} == {2.0}
+    assert {group["momentum"] for group in groups.values()} == {0.8}
+    assert max(optimizer.sizes().values()) <= 1 + 1e-5
+    norm = torch.linalg.matrix_norm(model.linear1.weight.detach(), 2)
+    assert float(norm) <= 2.0 * 2**0.5 * (1 + 1e-5)
+
+
 def test_what_cannot_work_is_refused():
-    with pytest.raises(ConfigError, match="optimizer = 'lion', expected 'adamw', 'muon' or 'sgd'"):
+    known = "'adamw', 'muon', 'scion' or 'sgd'"
+    with pytest.raises(ConfigError, match=f"optimizer = 'lion', expected {known}"):
         TrainOptions(optimizer="lion")
+    with pytest.raises(ConfigError, match=r"learning_rate = 2[.]0 with optimizer = scion"):
+        TrainOptions(optimizer="scion", learning_rate=2.0)
+    with pytest.raises(ConfigError, match=r"scion_radius = 2[.]0, which only optimizer = scion"):
+        TrainOptions(scion_radius=2.0)
     with pytest.raises(ConfigError, match=r"momentum = 0[.]9 with optimizer = adamw"):
         TrainOptions(momentum=0.9)
     with pytest.raises(ConfigError, match="no trainable matrix"):

@@ -47,7 +47,8 @@ def build_optimizer(
     """Return the optimizer of ``options`` over the trainable parameters of ``model``.
 
     AdamW and SGD use a fused kernel if the device has one. ``constrained`` weights, named by
-    ``where``, have no decay. Muon for a model without hidden matrices is a `ConfigError`.
+    ``where``, have no decay. Muon for a model without hidden matrices is a `ConfigError`. Weights
+    outside their ball of Scion are divided by their size first.
     """
     device = next(model.parameters()).device.type
     betas = (options.adam_beta1, options.adam_beta2)
@@ -57,13 +58,29 @@ def build_optimizer(
         adam |= {"weight_decay": options.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         rate = options.learning_rate
         return MuonAndAdamW(model, lr=rate, adamw_lr=rate, where=list(where) or None, **adam)
-    groups = decay_groups(model, options.weight_decay, constrained=constrained)
     rate = options.learning_rate
+    if options.optimizer == "scion":
+        return _scion(model, options)
+    groups = decay_groups(model, options.weight_decay, constrained=constrained)
     fused = device in FUSED_DEVICES
     if options.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, fused=fused, **adam)
     momentum = 0.9 if options.momentum is None else options.momentum
     return torch.optim.SGD(groups, lr=rate, fused=fused, momentum=momentum)
+
+
+def _scion(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+    from wellposed.optim import Scion
+
+    optimizer = Scion(
+        model,
+        lr=options.learning_rate,
+        momentum=0.9 if options.momentum is None else options.momentum,
+        radius=options.scion_radius,
+        head_radius=options.scion_head_radius,
+    )
+    optimizer.shrink_into_balls_()
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
