@@ -11,7 +11,6 @@ from wellposed.constrain._options import SetOptions as SetOptions
 from wellposed.constrain._report import ConstraintErrors as ConstraintErrors
 from wellposed.constrain._report import ConstraintReport as ConstraintReport
 from wellposed.constrain._report import ConstraintWarning as ConstraintWarning
-from wellposed.constrain._select import WeightSlice as WeightSlice
 from wellposed.constrain._select import select_weights as select_weights
 from wellposed.constrain._set import SETS as SETS
 from wellposed.constrain._set import MatrixSet as MatrixSet
@@ -20,6 +19,7 @@ from wellposed.constrain._set import ZeroColumns as ZeroColumns
 from wellposed.constrain._sigma_reparam import SigmaReparametrized as SigmaReparametrized
 from wellposed.constrain._sigma_reparam import sigma_reparam_ as sigma_reparam_
 from wellposed.constrain._start import ConstrainedWeight as ConstrainedWeight
+from wellposed.constrain._weight_slice import WeightSlice as WeightSlice
 from wellposed.removed_names import removed_names
 
 __getattr__ = removed_names(__name__, {"OrthogonalityErrors": "use ConstraintErrors"})

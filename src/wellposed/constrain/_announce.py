@@ -12,7 +12,7 @@ from torch import nn
 from wellposed.constrain._handle import Constraint
 from wellposed.constrain._options import Set
 from wellposed.constrain._precision import half_warning
-from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import shortened
 from wellposed.moves import say_moves
 from wellposed.roles import is_table, spans_of, split_path

@@ -21,9 +21,7 @@ from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import (
     BY_HEAD,
     CONSTRAIN,
-    WeightSlice,
     Where,
-    has_empty_weights,
     roles_or_error,
     select_weights,
     unwrap_model,
@@ -31,6 +29,7 @@ from wellposed.constrain._select import (
 from wellposed.constrain._set import SETS, MatrixSet
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._steps import MatrixConstraint
+from wellposed.constrain._weight_slice import WeightSlice, has_empty_weights
 from wellposed.constrain.logits import constrain_logits
 from wellposed.errors import unknown_name
 from wellposed.interrupts import run_all

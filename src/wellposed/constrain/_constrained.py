@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.constrain._wholes import Wholes
 from wellposed.linalg import ErrorNorm
 

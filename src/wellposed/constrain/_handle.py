@@ -19,7 +19,6 @@ from wellposed.call_checks import checked_arguments
 from wellposed.constrain._constrained import Constrained
 from wellposed.constrain._guard import guard_of
 from wellposed.constrain._report import ConstraintErrors, ConstraintReport, ConstraintWarning
-from wellposed.constrain._select import WeightSlice, all_candidates
 from wellposed.constrain._step_checks import (
     LIMIT,
     change_counter,
@@ -28,6 +27,7 @@ from wellposed.constrain._step_checks import (
     check_still_there,
     is_inner,
 )
+from wellposed.constrain._weight_slice import WeightSlice, all_candidates
 from wellposed.constrain._wholes import Wholes
 from wellposed.errors import listed
 from wellposed.interrupts import run_all, uninterrupted

@@ -21,10 +21,10 @@ from wellposed.constrain._moments import (
     restart,
     restart_stepped,
 )
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import TOLERANCES, MatrixSet
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import reads_weight_size
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.constrain._wholes import Wholes
 from wellposed.linalg import (
     ErrorNorm,

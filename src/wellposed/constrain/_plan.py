@@ -12,11 +12,11 @@ from torch import nn
 
 from wellposed.constrain._batches import ENTRIES
 from wellposed.constrain._matrix import ConstrainedMatrix
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
 from wellposed.constrain._shares import by_kind, rounds_of
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._steps import MatrixConstraint
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.plan import Meter, Plan, counted_kinds, model_flops_per_token, ranks_of
 
 # Smaller side of the matrix on which a step is measured; costs grow with its cube.

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from wellposed.constrain._handle import handles_of
 from wellposed.constrain._options import Set
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import TOLERANCES, ZeroColumns
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.constrain._wholes import Wholes
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
 from wellposed.linalg import cut_of, is_sharded

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wellposed.constrain._options import LOGITS, SetOptions, check_length
-from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConfigError
 from wellposed.linalg import Retraction, Workspace, read, wide, write_matrices_
 from wellposed.registry import Registry

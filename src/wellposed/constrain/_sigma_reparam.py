@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from wellposed.call_checks import checked_arguments
-from wellposed.constrain._select import WeightSlice, Where, select_weights, unwrap_model
+from wellposed.constrain._select import Where, select_weights, unwrap_model
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConfigError, listed
 from wellposed.interrupts import undoing
 from wellposed.linalg import certified_spectral_norm, is_sharded

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from wellposed.constrain._constrained import Constrained
 from wellposed.constrain._matrix import ConstrainedMatrix
-from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConfigError, listed
 
 # The code of the wrapper in which torch runs the hooks around each optimizer step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.linalg import read
 
 

@@ -14,16 +14,9 @@ from wellposed.constrain._optimizers import unwrapped_optimizers
 from wellposed.constrain._options import LOGITS, check_length
 from wellposed.constrain._refusals import check_values, check_weights, merge_tied
 from wellposed.constrain._report import ConstraintReport
-from wellposed.constrain._select import (
-    BY_HEAD,
-    WeightSlice,
-    Where,
-    has_empty_weights,
-    roles_or_error,
-    select_weights,
-    unwrap_model,
-)
+from wellposed.constrain._select import BY_HEAD, Where, roles_or_error, select_weights, unwrap_model
 from wellposed.constrain._start import ConstrainedWeight
+from wellposed.constrain._weight_slice import WeightSlice, has_empty_weights
 from wellposed.constrain.logits._capped import CappedAttention
 from wellposed.constrain.logits._handle import LogitConstraint
 from wellposed.constrain.logits._rows import head_rows

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConfigError
 from wellposed.linalg import cut_of, is_sharded
 from wellposed.roles import AttentionRole, WeightView

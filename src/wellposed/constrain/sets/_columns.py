@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from wellposed.constrain._options import SetOptions
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import SETS, MatrixSet, ZeroColumns
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Workspace
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from wellposed.constrain._copies import copy_before
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._options import SetOptions
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import (
     SETS,
     TOLERANCES,
@@ -21,6 +20,7 @@ from wellposed.constrain._set import (
     NearestMatrices,
     ZeroColumns,
 )
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
     Retraction,

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import SETS, MatrixSet
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Workspace
 

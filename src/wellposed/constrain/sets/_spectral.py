@@ -10,8 +10,8 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from wellposed.constrain._matrix import ConstrainedMatrix
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import SETS, NearestMatrices
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.constrain.sets._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
 from wellposed.constrain.sets._spectral_size import SpectralSize, excess
 from wellposed.linalg import (

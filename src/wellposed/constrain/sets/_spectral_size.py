@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from wellposed.constrain._options import SetOptions
-from wellposed.constrain._select import LAYERS, WeightSlice
+from wellposed.constrain._select import LAYERS
 from wellposed.constrain._set import MatrixSet
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Workspace, certified_spectral_norm, tall, wide
 from wellposed.options import rms_radius
