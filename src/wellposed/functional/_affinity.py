@@ -5,8 +5,7 @@ Shapes: B batch, H heads, N tokens, D head_dim; A = softmax(scale Q K^T + mask):
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.functional._as_dot_product import broadcasts, check_padding_shape
 from wellposed.functional._masks import unattended
+from wellposed.functional._self_attention import Masks, closed_logits, self_attention_of
 from wellposed.second_derivatives import attend, with_graph
 from wellposed.torch_modes import is_transformed
 
@@ -74,20 +73,21 @@ def affinity_penalty(
     (0.0, 3.0)
     """
     _check_estimator(estimator, num_probes)
-    check_attention("affinity_penalty", query, key, attn_mask, key_padding_mask)
-    lead = query.shape[:-2]
-    query, key, attn_mask, key_padding_mask = in_four_dimensions(
-        query, key, attn_mask, key_padding_mask
+    attention = self_attention_of(
+        "affinity_penalty",
+        query,
+        key,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        key_padding_mask=key_padding_mask,
+        scale=scale,
     )
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    masks = read_masks(scale, attn_mask, key_padding_mask, is_causal)
     with torch.autocast(query.device.type, enabled=False):
         if estimator == "exact":
-            value = _exactly(query, key, masks)
+            value = _exactly(attention.query, attention.key, attention.masks)
         else:
-            value = _probes(query, key, masks, num_probes, generator)
-    return value.reshape(lead)
+            value = _probes(attention.query, attention.key, attention.masks, num_probes, generator)
+    return value.reshape(query.shape[:-2])
 
 
 def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
@@ -123,67 +123,16 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
     # In float64, so that sharp attention of a narrower dtype is not taken for a mask.
     top = bias.detach().amax(dim=-1, keepdim=True)
     left_out = unattended(bias, torch.float64, top=top)
-    masks = _Masks(1.0, None, bias, None, left_out, is_causal=False, top=top)
+    masks = Masks(1.0, None, bias, None, left_out, is_causal=False, top=top)
     with torch.autocast(logits.device.type, enabled=False):
         return _exactly(nothing, nothing, masks).reshape(lead)
-
-
-@dataclass(frozen=True)
-class _Masks:
-    """Scale and masks that turn Q K^T into logits, and which tokens are left out (None: none)."""
-
-    scale: float
-    allowed: Tensor | None  # bool, broadcastable to (B, H, N, N)
-    bias: Tensor | None  # floating point, broadcastable to (B, H, N, N)
-    padded: Tensor | None  # bool (B, 1, N) from key_padding_mask alone
-    left_out: Tensor | None  # bool, broadcastable to (B, H, N)
-    is_causal: bool
-    top: Tensor | None = None  # largest logit of each row, if the bias is all of them
-
-    def chunk(self, start: int, stop: int) -> _Masks:
-        names = ("allowed", "bias", "padded", "left_out", "top")
-        masks = {name: getattr(self, name) for name in names}
-        batched = {name: m for name, m in masks.items() if m is not None and m.shape[0] != 1}
-        return replace(self, **{name: mask[start:stop] for name, mask in batched.items()})
-
-    def closed(self, query: Tensor) -> Tensor | None:
-        """Return which keys a query may not attend to, from bool masks; None: any is allowed."""
-        closed = None if self.allowed is None else ~self.allowed
-        if self.padded is not None:
-            padded = self.padded[..., None, :]
-            closed = padded if closed is None else closed | padded
-        if self.is_causal:
-            closed = _later(query) if closed is None else closed | _later(query)
-        return closed
-
-
-def read_masks(
-    scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
-) -> _Masks:
-    """Return the masks of an attention call in four dimensions."""
-    flags = attn_mask is not None and attn_mask.dtype == torch.bool
-    allowed = attn_mask if flags else None
-    bias = None if flags else attn_mask
-    if padded is not None and padded.is_floating_point():
-        by_key = padded[..., None, :]
-        bias = by_key if bias is None else bias + by_key
-        padded = None
-    if bias is not None:
-        left_out = _unattended_in(bias, allowed, is_causal=is_causal)
-    elif allowed is not None:
-        visible = allowed & ~_later(allowed) if is_causal else allowed
-        left_out = ~visible.any(dim=-2)
-    else:
-        return _Masks(scale, None, None, padded, padded, is_causal)
-    left_out = left_out if padded is None else left_out | padded
-    return _Masks(scale, allowed, bias, padded, left_out, is_causal)
 
 
 class _Exact(torch.autograd.Function):
     """Value per head; the forward pass forms the gradient, so no N x N tensor outlives a chunk."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, bias: Tensor | None, masks: Masks) -> Tensor:
         batch, heads, tokens, _ = query.shape
         dtype = torch.promote_types(query.dtype, torch.float32)
         need_query, need_key, need_bias = ctx.needs_input_grad[:3]
@@ -229,46 +178,21 @@ class _Exact(torch.autograd.Function):
         return by_query, by_key, by_bias, None
 
 
-def _exactly(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
+def _exactly(query: Tensor, key: Tensor, masks: Masks) -> Tensor:
     """Return the value of each head, with a gradient, also in transforms of `torch.func`."""
     if is_transformed():
         return _plain(query, key, masks.bias, masks)
     return _Exact.apply(query, key, masks.bias, masks)  # type: ignore[return-value]
 
 
-def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
+def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: Masks) -> Tensor:
     """Return the value of `_Exact` for all chunks at once, in operations that autograd supports."""
     scores = closed_logits(query, key, replace(masks, bias=bias))
     return _value_and_gradient(scores, masks, gradient=False)[0]
 
 
-def closed_logits(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
-    """Return the masked logits, at least in float32; -inf for keys that a bool mask closes."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(dtype) * masks.scale) @ key.to(dtype).mT
-    closed = masks.closed(query)
-    scores = scores if masks.bias is None else scores + masks.bias
-    return scores if closed is None else scores.masked_fill(closed, -torch.inf)
-
-
-def _unattended_in(bias: Tensor, allowed: Tensor | None, *, is_causal: bool) -> Tensor:
-    """Return `unattended` of the masks alone: attention may be as sharp, and is no mask."""
-    mask_alone = bias.detach()
-    if allowed is not None:
-        mask_alone = mask_alone.masked_fill(~allowed, -torch.inf)
-    if is_causal:
-        mask_alone = mask_alone.expand(*mask_alone.shape[:-2], mask_alone.shape[-1], -1)
-        mask_alone = mask_alone.masked_fill(_later(mask_alone), -torch.inf)
-    return unattended(mask_alone, torch.promote_types(bias.dtype, torch.float32))
-
-
-def _later(query: Tensor) -> Tensor:
-    tokens = query.shape[-2]
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
-
-
 def _value_and_gradient(
-    logits: Tensor, masks: _Masks, gradient: bool
+    logits: Tensor, masks: Masks, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the value of `_Exact`, and its gradient by ``logits``, which is overwritten."""
     if masks.left_out is None:
@@ -290,13 +214,13 @@ def _value_and_gradient(
     return value, upstream.mul_(affinity)
 
 
-def _count(tokens: Tensor, masks: _Masks) -> Tensor | int:
+def _count(tokens: Tensor, masks: Masks) -> Tensor | int:
     left_out = 0 if masks.left_out is None else masks.left_out.sum(dim=-1)
     return tokens.shape[-2] - left_out
 
 
 def _probes(
-    query: Tensor, key: Tensor, masks: _Masks, num_probes: int, generator: torch.Generator | None
+    query: Tensor, key: Tensor, masks: Masks, num_probes: int, generator: torch.Generator | None
 ) -> Tensor:
     batch, heads, tokens, _ = query.shape
     query, key, mask, is_causal = _sdpa_masking(query, key, masks)
@@ -316,7 +240,7 @@ def _probes(
 
 
 def _sdpa_masking(
-    query: Tensor, key: Tensor, masks: _Masks
+    query: Tensor, key: Tensor, masks: Masks
 ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
     """Return query, key, mask and causality for SDPA; padded rows may attend anywhere."""
     if masks.allowed is not None or masks.bias is not None:
@@ -346,49 +270,3 @@ def _check_estimator(estimator: str, num_probes: int) -> None:
         )
     if num_probes < 1:
         raise ConfigError(f"affinity_penalty: num_probes = {num_probes}, expected at least 1")
-
-
-def check_attention(
-    call: str, query: Tensor, key: Tensor, attn_mask: Tensor | None, padding: Tensor | None
-) -> None:
-    """Raise for arguments of a call that are no self-attention."""
-    shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
-    if not 2 <= query.ndim <= 4 or query.ndim != key.ndim or query.shape[-2:] != key.shape[-2:]:
-        raise ShapeError(
-            f"{call}: {shapes} must both be (..., tokens, head_dim) with the same tokens"
-            " and head_dim, in two to four dimensions; cross-attention has no square affinity"
-        )
-    if query.ndim > 2 and query.shape[-3] % key.shape[-3]:
-        raise ShapeError(
-            f"{call}: {key.shape[-3]} key heads do not divide {query.shape[-3]} query heads"
-        )
-    if query.dtype == torch.float16 and query.device.type == "cpu":
-        raise ConfigError(f"{call}: float16 queries on a CPU; use bfloat16 or float32 there")
-    *lead, tokens, _ = query.shape
-    square = (*lead, tokens, tokens)
-    expected = (lead[0] if lead else 1, tokens)
-    if attn_mask is not None and not broadcasts(attn_mask.shape, square):
-        raise ShapeError(
-            f"{call}: attn_mask is {tuple(attn_mask.shape)}, expected to broadcast to {square}"
-        )
-    if padding is not None and padding.numel() == math.prod(expected):
-        padding = padding.reshape(expected)
-    is_added = padding is not None and padding.is_floating_point()
-    if padding is not None and not (is_added and tuple(padding.shape) == expected):
-        check_padding_shape(call, padding, expected)
-
-
-def in_four_dimensions(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return query, key and masks as (batch, heads, ...)."""
-    if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
-        attn_mask = attn_mask[:, None]
-    ones = (1,) * (4 - query.ndim)
-    query, key = (x.reshape(*x.shape[:-2], *ones, *x.shape[-2:]) for x in (query, key))
-    if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-        attn_mask = attn_mask.expand(*attn_mask.shape[:2], query.shape[-2], -1)
-    if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask.reshape(-1, 1, query.shape[-2])
-    return query, key, attn_mask, key_padding_mask

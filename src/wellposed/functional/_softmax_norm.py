@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from wellposed.errors import ShapeError
-from wellposed.functional._affinity import (
-    check_attention,
-    closed_logits,
-    in_four_dimensions,
-    read_masks,
-)
 from wellposed.functional._diagnostics import probability_rows, softmax_sensitivity
 from wellposed.functional._masks import MASKED_ROW, unattended
+from wellposed.functional._self_attention import closed_logits, self_attention_of
 
 _HALVINGS = 60
 
@@ -92,17 +85,18 @@ def softmax_norm_penalty(
     >>> softmax_norm_penalty(x, x).item()
     0.25
     """
-    check_attention("softmax_norm_penalty", query, key, attn_mask, key_padding_mask)
-    lead = query.shape[:-2]
-    query, key, attn_mask, key_padding_mask = in_four_dimensions(
-        query, key, attn_mask, key_padding_mask
+    attention = self_attention_of(
+        "softmax_norm_penalty",
+        query,
+        key,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        key_padding_mask=key_padding_mask,
+        scale=scale,
     )
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    masks = read_masks(scale, attn_mask, key_padding_mask, is_causal)
     with torch.autocast(query.device.type, enabled=False):
-        logits = closed_logits(query, key, masks)
-        return _mean_bound(logits, masks.left_out).reshape(lead)
+        logits = closed_logits(*attention)
+        return _mean_bound(logits, attention.masks.left_out).reshape(query.shape[:-2])
 
 
 def softmax_norm_penalty_from_logits(logits: Tensor) -> Tensor:
