@@ -135,25 +135,20 @@ def find_roles_for(
 def _read_roles(
     verb: Verb, model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bool, run: bool
 ) -> Roles:
-    notes: list[str] = []
     problems: dict[str, WellposedError] = {}
     roles = roles_by_name(model, problems)
     other_kinds = other_kinds_taken(problems)
-    try:
-        traced = _traced(model, batch, check=check) if run else "run=False"
-    except ConfigError as error:
-        if batch is not None:
-            raise
-        traced = f"the model fails on a batch made from its configuration ({error})"
-    if not isinstance(traced, str):
+
+    traced = _traced(model, batch, check=check) if run else "run=False"
+    ran = not isinstance(traced, str)
+    if isinstance(traced, str):
+        notes = [f"found by name; nothing was run: {traced}", *unread_by_name(problems)]
+    else:
         roles = combined_roles(model, roles, traced)
         traced_paths = {part.path for part in (*roles.attention, *roles.feedforward)}
         unread = (str(error) for path, error in problems.items() if path not in traced_paths)
-        notes += [f"names alone do not tell the roles: {error}" for error in unread]
-    else:
-        notes.append(f"found by name; nothing was run: {traced}")
-        notes += unread_by_name(problems)
-    ran = not isinstance(traced, str)
+        notes = [f"names alone do not tell the roles: {error}" for error in unread]
+
     visible = {part.path for part in roles.attention}
     left = [error for path, error in other_kinds.items() if path not in visible]
     if left:
@@ -167,25 +162,27 @@ def _read_roles(
         by_pass=ran,
     )
     roles = replace(roles, loose=(*roles.loose, *registered_weights(model, roles)))
+
     if patterns is not None:
         contradicted = (
             () if ran else [p for p, e in problems.items() if type(e) is not UnknownHeadsError]
         )
         roles = with_patterns(model, patterns, roles, contradicted=contradicted)
     if not (roles.attention or roles.feedforward or roles.loose):
-        for problem in problems.values():
-            if isinstance(problem, ConfigError) or not ran:
-                by_batch = "" if ran or not verb.batch else f". Give a batch: {verb.batch}"
-                kind = ConfigError if isinstance(problem, ConfigError) else ShapeError
-                raise kind(f"{verb.name}: {problem}{by_batch}") from problem
-        raise _nothing_found(verb, model, roles.notes, ran=ran)
+        raise _nothing_found(verb, model, roles.notes, problems.values(), ran=ran)
     return replace(roles, unnamed=_without_role(model, roles))
 
 
 def _traced(model: nn.Module, batch: Any, *, check: bool) -> Trace | str:
+    """Return the pass, or why nothing was run."""
     from wellposed.roles._pass import trace  # not loaded if nothing runs
 
-    return trace(model, batch, check=check)
+    try:
+        return trace(model, batch, check=check)
+    except ConfigError as error:
+        if batch is not None:
+            raise
+        return f"the model fails on a batch made from its configuration ({error})"
 
 
 def _adapter_factors(model: nn.Module) -> Iterator[RoleWeight]:
@@ -233,8 +230,22 @@ def _in_stacks(
 
 
 def _nothing_found(
-    verb: Verb, model: nn.Module, notes: Sequence[str], *, ran: bool
-) -> RoleNotFoundError:
+    verb: Verb,
+    model: nn.Module,
+    notes: Sequence[str],
+    problems: Iterable[WellposedError],
+    *,
+    ran: bool,
+) -> WellposedError:
+    """Return the first problem of a module whose names were read, or that none was recognised."""
+    for problem in problems:
+        is_config = isinstance(problem, ConfigError)
+        if is_config or not ran:
+            by_batch = "" if ran or not verb.batch else f". Give a batch: {verb.batch}"
+            error = (ConfigError if is_config else ShapeError)(f"{verb.name}: {problem}{by_batch}")
+            error.__cause__ = problem
+            return error
+
     problem = f"no attention or feed-forward weight was recognised in {class_name(model)}"
     lines = [f"{verb.name}: {problem}", *notes, advice(verb, model, ran=ran)]
     return RoleNotFoundError("\n".join(lines))
