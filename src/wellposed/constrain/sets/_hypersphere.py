@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wellposed.constrain._options import SetOptions
-from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import SETS, MatrixSet
+from wellposed.constrain._weight_slice import WeightSlice
 from wellposed.constrain.sets._columns import Columns
 from wellposed.constrain.sets._rows import Rows
 
