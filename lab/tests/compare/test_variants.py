@@ -226,3 +226,26 @@ def test_ngpt_has_about_the_parameters_of_the_baseline_and_unit_weights_after_tr
             along = 0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
             lengths = weight.double().norm(dim=along)
             assert float((lengths - 1).abs().max()) <= 1e-6, name
+
+
+def test_sigma_reparam_resumes_bit_for_bit_and_saves_plain_weights(tmp_path):
+    task = {"data": "builtin", "max_length": 6, "limit_train": 40}
+    sizes = ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    steps = TrainOptions(
+        steps=4, batch_size=4, eval_every=2, checkpoint_every=2, schedule="constant"
+    )
+    base = RunConfig("text_classification", task, model=sizes, train=steps)
+    config = apply_variant("sigma_reparam", base)
+    result = train(config, tmp_path / "whole", progress=False)
+    half = replace(config, train=replace(config.train, steps=2))
+    train(half, tmp_path / "resumed", progress=False)
+    train(config, tmp_path / "resumed", progress=False, resume="auto", longer=True)
+    files = [load_file(tmp_path / run / "final/model.safetensors") for run in ("whole", "resumed")]
+    assert result.status == "success"
+    assert not any("parametrizations" in name for name in files[0])
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    plain = train(replace(base, variant="plain"), tmp_path / "plain", progress=False)
+    assert plain.result["train_info"]["parameters"] == result.result["train_info"]["parameters"]
+    for option in ("compile", "gradient_checkpointing"):
+        with pytest.raises(ConfigError, match=f"start.sigma_reparam with train.{option}"):
+            replace(config, train=replace(config.train, **{option: True}))

@@ -479,6 +479,14 @@ def spectral(base: RunConfig, radius: float = 1.0) -> RunConfig:
     return _constrained(_baseline(base), where, to="spectral", bound=f"rms:{radius:g}")
 
 
+@VARIANTS.register("sigma_reparam")
+def sigma_reparam(base: RunConfig) -> RunConfig:
+    """post_ln (with --from: plain) with every layer matrix trained as g W / sigma(W), g learnt
+    (Zhai et al. 2023)."""
+    config = _baseline(base)
+    return replace(config, start=replace(config.start, sigma_reparam=True))
+
+
 @VARIANTS.register("qk_clip")
 def qk_clip(base: RunConfig, largest: float = 100.0) -> RunConfig:
     """post_ln (with --from: plain) with attention logits clipped at 100 (or value): QK-clip (Kimi K2, 2025)."""

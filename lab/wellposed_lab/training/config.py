@@ -277,6 +277,8 @@ class StartOptions(options.CheckedOptions):
     """own: the model's weights; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
     dt_fixup: Count = 0
     """Draw the layers by DT-Fixup, from this many batches of train, and remove LayerNorms; 0: no."""
+    sigma_reparam: bool = False
+    """Train every matrix of the layers as g W / sigma(W) with a learnt gain g; final/ has plain weights."""
 
     def problems(self) -> Iterator[str]:
         if self.dt_fixup and self.init != "own":
@@ -319,6 +321,12 @@ class RunConfig:
         if self.constrain.to == "logits" and self.train.compile:
             problem = "constrain.to = logits needs hooks on attention, which a compiled model skips"
             raise ConfigError(f"{problem}; leave train.compile out, or the constraint")
+        again = "gradient_checkpointing" if self.train.gradient_checkpointing else "compile"
+        if self.start.sigma_reparam and getattr(self.train, again):
+            raise ConfigError(
+                f"start.sigma_reparam with train.{again}: each pass takes a power step, which runs"
+                " once only in plain passes; leave one of the two out"
+            )
         if self.start.model and self.model != ModelOptions():
             both = (dataclasses.asdict(options_of) for options_of in (self.model, ModelOptions()))
             chosen, usual = map(options.flat_options, both)

@@ -21,7 +21,13 @@ from wellposed.errors import (
 )
 from wellposed.half_weights import dtype_names, lost_steps
 from wellposed_lab.tasks.task import Task
-from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed_lab.training.config import (
+    ConstrainOptions,
+    PenaltyOptions,
+    RunConfig,
+    StartOptions,
+    TrainOptions,
+)
 from wellposed_lab.training.folder import manifest
 from wellposed_lab.training.folder.run_folder import FINAL, import_recorded, read_config
 from wellposed_lab.training.loop.batches import forward, model_inputs
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from wellposed.constrain import Constraint
+    from wellposed.constrain import Constraint, SigmaReparametrized
     from wellposed_lab.training.start import Start
 
 
@@ -67,6 +73,16 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=rate, fused=fused, **adam)
     momentum = 0.9 if options.momentum is None else options.momentum
     return torch.optim.SGD(groups, lr=rate, fused=fused, momentum=momentum)
+
+
+def reparametrize(options: StartOptions, model: nn.Module) -> SigmaReparametrized | None:
+    """Return the handle of matrices with a learnt spectral norm, or None if ``options`` has none. A
+    resumed run makes them anew, and then loads their gains and vectors."""
+    if not options.sigma_reparam:
+        return None
+    from wellposed.constrain import sigma_reparam_
+
+    return sigma_reparam_(model)
 
 
 def _scion(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:

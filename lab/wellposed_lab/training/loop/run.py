@@ -49,6 +49,7 @@ class Parts:
         self.model = model.to(accelerator.device).train()
         if train.gradient_checkpointing:
             build.enable_gradient_checkpointing(self.model)
+        self.reparametrized = build.reparametrize(config.start, self.model)
         self.penalty = build.build_penalty(config.penalty, self.model)
         constrained = build.constrained_weights(config.constrain, self.model)
         where = config.constrain.patterns if constrained else []

@@ -339,6 +339,8 @@ def _finish(run: Run) -> results.RunResult:
     run.add_row({"step": run.state.best_step, "split": "test", **test.metrics})
     valid = best_evaluation(run)["valid"]
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
+    if run.parts.reparametrized is not None:
+        run.parts.reparametrized.merge()
     run.measure("measure-final.json")
     evaluations = {"valid": valid, "test": test}
     model = run.parts.model
