@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wellposed.errors import ConvergenceError
+from wellposed.errors import ConfigError, ConvergenceError
 from wellposed_lab.statistics import paired_comparison
 from wellposed_studies.frontier import method_runs
 from wellposed_studies.frontier import methods as study
-from wellposed_studies.frontier.method_runs import Text, Training, rate_at, read_text, result_of
+from wellposed_studies.frontier.method_runs import Text, Training, rate_at, read_text, train
+from wellposed_studies.frontier.method_store import Store
 from wellposed_studies.frontier.training_methods import METHODS
 from wellposed_studies.recipe import Request
 from wellposed_studies.reproduce import reproduce
@@ -36,6 +37,11 @@ def test_the_rate_is_searched_by_half_decades_and_beyond_the_ends():
     assert [*study.searched([1e-3], lambda rate: 0.0)] == [1e-3]
 
 
+def test_a_search_that_waits_for_a_training_goes_no_further():
+    losses = study.searched([1e-3, 3e-3, 1e-2], {1e-3: 2.0, 3e-3: 1.0}.get)
+    assert losses == {1e-3: 2.0, 3e-3: 1.0, 1e-2: None}
+
+
 def test_the_schedule_warms_up_and_ends_at_a_tenth():
     training = replace(TINY, steps=100, warmup=9)
     assert rate_at(0, training) == pytest.approx(0.1)
@@ -45,7 +51,7 @@ def test_the_schedule_warms_up_and_ends_at_a_tenth():
 
 
 def test_methods_read_the_same_batches_and_the_loss_is_by_hand():
-    first, again = (list(method_runs._batches(TEXT.train, TINY)) for _ in range(2))
+    first, again = (list(method_runs.batches(TEXT.train, TINY)) for _ in range(2))
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
     model = method_runs.build(TINY, 7)
     model.eval()
@@ -59,7 +65,7 @@ def test_methods_read_the_same_batches_and_the_loss_is_by_hand():
 
 def tried(method, losses, by_rate=None):
     runs = [{"valid": loss} for loss in losses]
-    return study.Tried("ours", method, 1e-3, by_rate or {1e-3: losses[0]}, runs, 2.0, 2.0)
+    return study.Tried("ours", method, by_rate or {1e-3: losses[0]}, runs, 2.0, 2.0, 0)
 
 
 def test_the_verdict_needs_a_gain_over_the_better_baseline_after_holm():
@@ -78,40 +84,61 @@ def test_the_verdict_needs_a_gain_over_the_better_baseline_after_holm():
 def test_good_rates_are_counted_and_the_study_stops_without_the_level():
     item = tried("AdamW", [1.9], {1e-4: 2.3, 1e-3: 1.9, 3e-3: 1.94, 1e-2: math.inf})
     assert item.good_rates == 2
-    request = Request("mini", out=None)
-    study._check_level(request, item)
-    with pytest.raises(ConvergenceError, match=r"2\.000 nats on valid, expected 1\.88"):
-        study._check_level(request, tried("AdamW", [2.0]))
-    study._check_level(replace(request, scale="toy"), tried("AdamW", [9.0]))
+    assert item.rate == 1e-3
+    study.check_level(1.89)
+    for loss in (2.0, 1.8, math.nan):
+        with pytest.raises(ConvergenceError, match=rf"{loss:.3f} nats on valid, expected 1\.88"):
+            study.check_level(loss)
 
 
 @pytest.mark.parametrize("kind", ["ours", "llama"])
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.slow
-def test_every_method_trains_and_is_measured(name, kind, tmp_path):
+def test_every_method_trains_and_is_measured(name, kind):
     method = METHODS[name]
     if kind == "llama" and method.model:
         pytest.skip("a method of our models")
-    result = result_of(replace(TINY, method=name, model=kind), TEXT, tmp_path)
+    result = train(replace(TINY, method=name, model=kind), TEXT)
     assert result["failed"] == ""
     assert result["valid"] < 3.0
     assert result["sigma_max"] > 0
     assert result["logit_max"] is not None
-    assert (result["certified"] is None) == (kind == "llama" or result["certified"] is None)
+    if kind == "llama":
+        assert result["certified"] is None
 
 
-def test_a_run_is_kept_and_read_again(tmp_path, monkeypatch):
-    result = result_of(TINY, TEXT, tmp_path)
-    record = json.loads((tmp_path / TINY.file).read_text("utf-8"))
+def test_the_model_of_nanogpt_is_trained_alike():
+    result = train(replace(TINY, model="gpt2", steps=40), TEXT)
+    assert result["failed"] == ""
+    assert result["valid"] < 1.9
+
+
+def test_a_training_is_kept_and_read_again(tmp_path):
+    path = tmp_path / "made" / "runs.jsonl"
+    result = Store(path).find_or(TINY, lambda training: train(training, TEXT))
+    record = json.loads(path.read_text("utf-8"))
     assert record["training"]["method"] == "AdamW"
     assert record["result"] == result
-    monkeypatch.setattr(method_runs, "_run", lambda *_: pytest.fail("it trained again"))
-    assert result_of(TINY, TEXT, tmp_path) == result
-    assert replace(TINY, seed=1).file != TINY.file
+    again = Store(path)
+    assert again.find_or(TINY, lambda _: pytest.fail("it trained again")) == result
+    assert again.find(replace(TINY, seed=1)) is None
 
 
-def test_a_diverging_run_says_at_which_step(tmp_path):
-    result = result_of(replace(TINY, rate=1e30, steps=8), TEXT, tmp_path)
+def test_a_line_that_was_cut_short_is_no_result_and_does_not_spoil_the_next(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    Store(path).find_or(TINY, lambda _: {"valid": 1.0})
+    with path.open("a") as file:
+        file.write('{"training": {"mod')
+    second = replace(TINY, seed=1)
+    Store(path).find_or(second, lambda _: {"valid": math.inf})
+    read = Store(path)
+    assert read.find(TINY) == {"valid": 1.0}
+    assert read.find(second) == {"valid": math.inf}
+    assert len(read.results) == 2
+
+
+def test_a_diverging_run_says_at_which_step():
+    result = train(replace(TINY, rate=1e30, steps=8), TEXT)
     assert result["valid"] == math.inf
     assert "at step" in result["failed"]
 
@@ -143,8 +170,33 @@ def test_a_study_of_seconds_resumes(tmp_path, monkeypatch):
     assert {row["model"] for row in first.rows} == {"ours", "llama"}
     assert [row["method"] for row in first.rows if row["model"] == "llama"] == [
         "AdamW", "Muon", "Scion", "soft cap"]  # fmt: skip
-    monkeypatch.setattr(method_runs, "_run", lambda *_: pytest.fail("it trained again"))
-    assert study.methods(request).rows == first.rows
+    monkeypatch.setattr(study, "train", lambda *_, **__: pytest.fail("it trained again"))
+    again = study.methods(request)
+    timed = ("cpu_ratio",)
+    for one, two in zip(again.rows, first.rows, strict=True):
+        assert {**one, **dict.fromkeys(timed)} == {**two, **dict.fromkeys(timed)}
     monkeypatch.undo()
     made = reproduce("frontier/methods", scale="toy", out=tmp_path / "made", data=str(path))
     assert made is not None
+
+
+@pytest.mark.slow
+def test_a_study_that_ran_out_of_time_says_so_and_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question. " * 100, "utf-8")
+    out = tmp_path / "out"
+    clock = iter(range(10_000))
+    monkeypatch.setattr(study, "monotonic", lambda: 60.0 * next(clock))
+    first = reproduce("frontier/methods", scale="toy", out=out, data=str(path), minutes=3)
+    methods = [row["method"] for row in first.result.rows]
+    assert methods == ["AdamW", "Muon", "Scion"]
+    assert {row["seeds"] for row in first.result.rows} == {1}
+    assert first.result.notes[0].startswith("running: 3 trainings have ended, ")
+    assert first.result.holds is None
+    second = reproduce("frontier/methods", scale="toy", out=out, data=str(path))
+    assert len(second.result.rows) == 9
+    assert not any("running" in note for note in second.result.notes)
+    with pytest.raises(ConfigError, match="reads no minutes, received minutes=3"):
+        reproduce("frontier/depth", scale="toy", out=out, minutes=3)
+    with pytest.raises(ConfigError, match="minutes = 0, expected a finite number > 0"):
+        reproduce("frontier/methods", scale="toy", out=out, minutes=0)

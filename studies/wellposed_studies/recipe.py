@@ -21,7 +21,7 @@ from wellposed_studies.protocol import judge_digest, measurement_digest
 Scale = Literal["toy", "mini", "medium", "paper"]
 """Toy: seconds, for tests. Mini: minutes on two cores. Medium: hours on two cores or less than one on
 a large GPU, enough to confirm or refute the claim. Paper: the paper's sizes."""
-Given = Literal["data", "encoder", "vectors", "languages"]
+Given = Literal["data", "encoder", "vectors", "languages", "minutes"]
 """Inputs that a user may give a recipe."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 MINUTES, EFFORTS, SIZES, WITHDRAWN = (
@@ -55,6 +55,8 @@ class Request:
     """Source and target, as ``en,fr``, to translate ``data``; the recipe's own if not given."""
     jobs: int | None = None
     """Processes that train independent runs in parallel; the recipe's default if not given."""
+    minutes: float | None = None
+    """Minutes after which a recipe of many hours begins no further training; None: it ends."""
 
     def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
         return {"toy": toy, "mini": mini, "medium": medium, "paper": paper}[self.scale]

@@ -16,6 +16,7 @@ from typing import Any
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.hub import hub_answers
 from wellposed.measurement import write_csv
+from wellposed.options import Positive, fits
 from wellposed_lab.charts import draw
 from wellposed_lab.compare.runs import say_nothing
 from wellposed_lab.training.folder.atomic import replace_files
@@ -103,7 +104,7 @@ class Reproduced:
         return "\n".join([*lines, *(f"  note:       {note}" for note in self.result.notes)])
 
 
-def _checked_recipe(name: str, scale: str, inputs: Mapping[str, str | None]) -> Recipe:
+def _checked_recipe(name: str, scale: str, inputs: Mapping[str, Any]) -> Recipe:
     """Return the recipe; `ConfigError` if it has no such scale or does not read an input."""
     recipe = RECIPES.get(name)
     if scale not in SCALES:
@@ -134,6 +135,7 @@ def reproduce(
     vectors: str | None = None,
     languages: str | None = None,
     jobs: int | None = None,
+    minutes: float | None = None,
 ) -> Reproduced:
     """Reproduce a table or figure: write its csv, svg and json (claim, result, verdict) to ``out``.
 
@@ -154,13 +156,18 @@ def reproduce(
         vectors: file of word vectors (GloVe, word2vec). They score replies (zhang2021/table-4).
         languages: source and target, as ``"en,fr"``, for recipes that translate ``data``.
         jobs: processes that train independent runs in parallel; see `Request`.
+        minutes: time after which no further training begins, for recipes that publish what they
+            have, with what is missing; a later call goes on.
 
     Raises:
         ConfigError: unknown recipe or scale, or an input that the recipe does not read.
         DataError: the data is missing, or its host cannot be reached.
     """
     inputs = {"data": data, "encoder": encoder, "vectors": vectors, "languages": languages}
-    recipe = _checked_recipe(name, scale, inputs)
+    given = {**inputs, "minutes": minutes}
+    recipe = _checked_recipe(name, scale, given)
+    if minutes is not None and not fits(minutes, Positive):
+        raise ConfigError(f"minutes = {minutes!r:.80}, expected a finite number > 0")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
     check_data(data)
@@ -169,7 +176,7 @@ def reproduce(
     builtin = f"no data given: {recipe.builtin}" if data is None and recipe.builtin else None
     if builtin is not None:
         announce(builtin)
-    request = Request(scale, out, data, announce, encoder, vectors, languages, jobs)
+    request = Request(scale, out, data, announce, encoder, vectors, languages, jobs, minutes)
     power = None if recipe.power is None else dict(recipe.power(request))
     stem = file_stem(name)
     started = time.perf_counter()

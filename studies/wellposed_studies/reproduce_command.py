@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.text_table import aligned
@@ -54,6 +54,9 @@ class ReproduceArguments:
     the first two languages of the folder."""
     jobs: int | None = None
     """Processes that train independent runs in parallel. Default: one; for mcgrath2024 one per core."""
+    minutes: float | None = None
+    """Minutes after which no further training begins, for studies of many hours that publish what they
+    have (frontier/methods); a later call goes on."""
     page: Path = Path("docs/reproduction.md")
     """Page that "all" writes: claim, result, verdict and uncertainty of each recipe."""
     quiet: bool = False
@@ -91,13 +94,13 @@ def _reproduce(words: Sequence[str]) -> int:
 
 def _typed_inputs(
     options: ReproduceArguments, to: Collection[str] = get_args(Given)
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Return the inputs that the user gives, among the options ``to``."""
     inputs = {option: getattr(options, option) for option in to}
     return {option: value for option, value in inputs.items() if value is not None}
 
 
-def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
+def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, Any]]]:
     """Return the named recipes with their inputs; those named by their paper get what they read."""
     inputs = _typed_inputs(options)
     requested = []
@@ -120,7 +123,7 @@ def _run_all(options: ReproduceArguments) -> bool:
     """Run every recipe that is unfinished or stale in the folder, then write the page."""
     if set(_typed_inputs(options)) - {"data"}:
         raise ConfigError(
-            '--encoder, --vectors or --languages with "all": name the recipes that read it, for'
+            '--encoder, --vectors, --languages or --minutes with "all": name the recipes that read it, for'
             " instance mcgrath2024"
         )
     check_data(options.data)
@@ -141,7 +144,7 @@ def _run_all(options: ReproduceArguments) -> bool:
     return holds
 
 
-def _make(name: str, options: ReproduceArguments, inputs: Mapping[str, str]) -> bool:
+def _make(name: str, options: ReproduceArguments, inputs: Mapping[str, Any]) -> bool:
     """Run one recipe and print its row; return whether nothing contradicts the claim."""
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)

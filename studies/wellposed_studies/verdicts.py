@@ -266,6 +266,8 @@ class Power:
     """Tests that share the level by Holm's correction; None if two standard errors decide."""
     ended: str = ""
     """Further condition before anything is judged."""
+    gate: str = GATE
+    """What every model has to be before anything is judged."""
 
     def __call__(self, request: Request) -> dict[str, Any]:
         """Return seeds, detectable difference and "levelled off"; `ConfigError` without scipy."""
@@ -273,7 +275,7 @@ class Power:
         seeds = int(getattr(sizes, "seeds", sizes))
         smallest, words = self._smallest(seeds)
         plan = {"seeds": seeds, "smallest_seen": smallest, "chance": CHANCE, "words": words}
-        return {**plan, "levelled_off": GATE + (f"; and {self.ended}" if self.ended else "")}
+        return {**plan, "levelled_off": self.gate + (f"; and {self.ended}" if self.ended else "")}
 
     def _smallest(self, seeds: int) -> tuple[float | None, str]:
         if seeds < 2:

@@ -1,17 +1,13 @@
-"""One training of `frontier/methods`, after nanoGPT, and the measurements of its end; kept as a file."""
+"""One training of `frontier/methods`, after nanoGPT, and the measurements of its end."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wellposed_lab.training.folder.atomic import replace_file
 from wellposed_studies.frontier.training_methods import METHODS, Attached
 
 if TYPE_CHECKING:
@@ -22,8 +18,11 @@ TRAIN = 0.9
 LAST = 0.1
 """The rate at the end, in units of the largest."""
 CLIP = 1.0
-EVALUATIONS = 8
+EVALUATIONS = 4
 KINDS = ("ours", "llama")
+"""Models whose methods are compared."""
+NANOGPT = "gpt2"
+"""The architecture of nanoGPT, by Hugging Face: the public loss is of this model."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Training:
     """Everything that a run depends on, apart from the text."""
 
     model: str
-    """One of `KINDS`."""
+    """One of `KINDS`, or `NANOGPT`."""
     method: str
     rate: float
     seed: int
@@ -44,13 +43,6 @@ class Training:
     warmup: int
     decay: float
     dropout: float = 0.0
-
-    @property
-    def file(self) -> str:
-        """The name of the file of its result."""
-        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
-        name = self.method.lower().replace(" ", "-").replace(",", "")
-        return f"{self.model}-{name}-{self.rate:g}-seed{self.seed}-{digest}.json"
 
 
 @dataclass(frozen=True)
@@ -84,18 +76,6 @@ def read_text(data: str | None, limit: int | None) -> Text:
     return Text(stream[:cut], stream[cut:], int(stream.max()) + 1)
 
 
-def result_of(training: Training, text: Text, folder: Path) -> dict[str, Any]:
-    """Return what a run found; from its file, if it has ended before."""
-    path = folder / training.file
-    if path.is_file():
-        return json.loads(path.read_text("utf-8"))["result"]
-    result = _run(training, text)
-    folder.mkdir(parents=True, exist_ok=True)
-    record = {"training": asdict(training), "result": result}
-    replace_file(path, json.dumps(record, indent=1).encode())
-    return result
-
-
 def build(training: Training, vocabulary: int) -> nn.Module:
     """Return the model of a run, with random weights."""
     shape: dict[str, Any] = {
@@ -113,6 +93,13 @@ def build(training: Training, vocabulary: int) -> nn.Module:
         return LlamaForCausalLM(
             LlamaConfig(intermediate_size=inner, tie_word_embeddings=True, **shape)
         )
+    if training.model == NANOGPT:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), training.dropout)
+        ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+        return GPT2LMHeadModel(GPT2Config(**off, **ends, **shape))
+
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     options: dict[str, Any] = {
@@ -132,39 +119,74 @@ def rate_at(step: int, training: Training) -> float:
     return LAST + (1 - LAST) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _run(training: Training, text: Text) -> dict[str, Any]:
+@dataclass
+class Started:
+    """A model with its method, before the first step or between two."""
+
+    training: Training
+    model: nn.Module
+    attached: Attached
+    device: str
+    rates: list[float]
+    """The largest rate of each group."""
+
+    def step(self, number: int, batch: Tensor) -> float:
+        """Train on a batch, and return its loss."""
+        import torch
+
+        optimizer = self.attached.optimizer
+        for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * rate_at(number, self.training)
+
+        optimizer.zero_grad()
+        task_loss = _loss(self.model, batch.to(self.device))
+        penalty = self.attached.penalty
+        loss = task_loss if penalty is None else task_loss + penalty()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        optimizer.step()
+        return float(task_loss.detach())
+
+
+def start(training: Training, text: Text) -> Started:
+    """Return a model of random weights with the method attached."""
     import torch
 
     torch.manual_seed(training.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(training, text.vocabulary).to(device)
     attached = METHODS[training.method].attach(model, training.rate, training.decay)
-    largest = [group["lr"] for group in attached.optimizer.param_groups]
     model.train()
+    rates = [group["lr"] for group in attached.optimizer.param_groups]
+    return Started(training, model, attached, device, rates)
 
+
+def train(training: Training, text: Text) -> dict[str, Any]:
+    """Return what a training found: its least and last loss on valid, its cost, and its end."""
+    started = start(training, text)
+    model, device = started.model, started.device
+    every = max(1, training.steps // EVALUATIONS)
     losses: list[float] = []
     seconds = 0.0
-    for step, batch in enumerate(_batches(text.train, training)):
-        for group, rate in zip(attached.optimizer.param_groups, largest, strict=True):
-            group["lr"] = rate * rate_at(step, training)
+    for step, batch in enumerate(batches(text.train, training)):
         begun = time.process_time()
-        loss = _step(model, attached, batch.to(device))
+        loss = started.step(step, batch)
         seconds += time.process_time() - begun
         if not math.isfinite(loss):
             return {"valid": math.inf, "failed": f"loss {loss} at step {step + 1}"}
-        if (step + 1) % max(1, training.steps // EVALUATIONS) == 0 or step + 1 == training.steps:
+        if (step + 1) % every == 0 or step + 1 == training.steps:
             losses.append(evaluate(model, text.valid, training, device))
     return {
         "valid": min(losses),
         "last": losses[-1],
         "failed": "",
         "seconds_per_step": seconds / training.steps,
-        "state_bytes": state_bytes(attached.optimizer),
+        "state_bytes": state_bytes(started.attached.optimizer),
         **at_the_end(model, text, training, device),
     }
 
 
-def _batches(tokens: Tensor, training: Training) -> Iterator[Tensor]:
+def batches(tokens: Tensor, training: Training) -> Iterator[Tensor]:
     """Yield random windows of the text, drawn by the seed alone, so that methods read the same."""
     import torch
 
@@ -174,18 +196,6 @@ def _batches(tokens: Tensor, training: Training) -> Iterator[Tensor]:
         high = len(tokens) - training.block
         first = torch.randint(high, (training.batch, 1), generator=generator)
         yield tokens[first + window]
-
-
-def _step(model: nn.Module, attached: Attached, batch: Tensor) -> float:
-    import torch
-
-    attached.optimizer.zero_grad()
-    task_loss = _loss(model, batch)
-    loss = task_loss if attached.penalty is None else task_loss + attached.penalty()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    attached.optimizer.step()
-    return float(task_loss.detach())
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -225,7 +235,7 @@ def at_the_end(model: nn.Module, text: Text, training: Training, device: str) ->
     from wellposed.measurement import Monitor, worst_vitals
 
     model.eval()
-    batch = next(_batches(text.valid, training)).to(device)
+    batch = next(batches(text.valid, training)).to(device)
     idle = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(model, idle, every=1) as monitor:
         _loss(model, batch).backward()

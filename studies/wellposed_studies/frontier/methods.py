@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
 from statistics import fmean
+from time import monotonic
 from typing import Any
 
 from wellposed.errors import ConvergenceError
 from wellposed_lab.charts import Panel, Row, Series
 from wellposed_lab.statistics import PairedComparison, holm_correction, paired_comparison
-from wellposed_studies.frontier.method_runs import KINDS, Text, Training, read_text, result_of
+from wellposed_studies.frontier.method_costs import cpu_ratio
+from wellposed_studies.frontier.method_runs import KINDS, NANOGPT, Text, Training, read_text, train
+from wellposed_studies.frontier.method_store import Result, Store
 from wellposed_studies.frontier.training_methods import BASELINES, METHODS
 from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import Sizes, mean_se, sizes_at
@@ -24,29 +28,48 @@ LEAST = 0.02
 NEAR = 0.05
 """A rate is good within this many nats of the method's best."""
 LEVEL = 1.88
-"""nanoGPT's loss on valid in the small setting."""
+"""nanoGPT's loss on valid in the small setting, at `LEVEL_RATE`; Hugging Face's GPT-2 ends
+at 1.890 here."""
+LEVEL_RATE = 1e-3
 WITHIN = 0.03
-"""The plain model has to be this near, or the study stops."""
+"""A difference of nanoGPT's model that is larger stops the study."""
 WIDER = 2
 """Rates that are tried beyond an end, at most."""
+
+Fetch = Callable[[Training], "Result | None"]
+"""Return the result of a training; None if it has not ended yet."""
+
+
+class Stage(IntEnum):
+    """The trainings of a method in the order of the study: each stage needs those before."""
+
+    RATES = 0
+    SEEDS = 1
+    COLD = 2
+    DEEP = 3
 
 
 @dataclass(frozen=True)
 class Tried:
-    """The runs of one method on one model."""
+    """The trainings of one method on one model that have ended."""
 
     kind: str
     method: str
-    rate: float
-    """The best on valid, with the first seed."""
     by_rate: Mapping[float, float]
     """Loss of the first seed at every rate."""
-    runs: Sequence[Mapping[str, Any]]
-    """Every seed at the best rate."""
-    cold: float
+    runs: Sequence[Result]
+    """Seeds at the best rate."""
+    cold: float | None
     """Loss without warm-up."""
-    deep: float
-    """Loss at the larger depth."""
+    deep: float | None
+    """Loss of the deep model."""
+    missing: int
+    """Trainings that have not ended, as far as known."""
+
+    @property
+    def rate(self) -> float:
+        """The best on valid, with the first seed."""
+        return min(self.by_rate, key=lambda rate: self.by_rate[rate])
 
     @property
     def losses(self) -> list[float]:
@@ -66,7 +89,7 @@ def sizes_of(request: Request) -> Sizes:
 @recipe(
     "frontier/methods",
     folders=("text/tinyshakespeare.txt.gz",),
-    takes=("data",),
+    takes=("data", "minutes"),
     builtin="English prose that ships with Python",
 )
 def methods(request: Request) -> Reproduction:
@@ -78,42 +101,188 @@ def methods(request: Request) -> Reproduction:
         Holm-corrected over methods, at 5 %: the loss on valid is lower, by {LEAST:g} nats or more.
     Note: nanoGPT's small setting on a CPU: characters of tinyshakespeare, 4 layers of width 128, 4
         heads, blocks of 64, batches of 12, 2,000 steps, cosine to a tenth with warm-up, clipping at 1,
-        decay 0.1, no dropout. The plain model must be within {WITHIN:g} nats of its {LEVEL:g}, or the
-        study stops. The medium scale is its 6 layers of width 384, for a GPU.
+        decay 0.1, no dropout. The study stops if nanoGPT's model, by Hugging Face, is not within
+        {WITHIN:g} nats of its public loss {LEVEL:g} at its rate. The medium scale is its 6 layers of
+        width 384, for a GPU.
     Note: rates are tried by half decades with one seed, and up to {WIDER} more at each end while the best
         is there. Decay is 0.1 for every method that reads it.
     Note: nothing is judged unless both baselines are better than the best constant predictor. Losses do
         not level off in so few steps: equal steps are compared, not ends of training.
-    Note: good rates are those within {NEAR:g} nats of the method's best; cold is without warm-up, deep at
-        the larger depth, both with one seed at the best rate. Every run is kept in a file of its own,
-        so that the study resumes.
+    Note: good rates are those within {NEAR:g} nats of the method's best; cold is without warm-up, deep is
+        24 layers in a quarter of the steps, both with one seed at the best rate. Every training is a
+        line of frontier-methods-SCALE.jsonl beside the row. A later call goes on from there. With
+        --minutes it stops in time, and the row says which trainings are missing.
     """
     sizes = sizes_of(request)
     text = read_text(request.data, sizes.limit)
-    grid = [
-        (kind, name)
-        for kind, name in itertools.product(KINDS, sizes.options.get("methods", METHODS))
-        if kind == "ours" or not METHODS[name].model
-    ]
-    tried: list[Tried] = []
-    for kind, name in grid:
-        tried.append(_tried(request, sizes, text, kind, name))
-        if len(tried) == 1:
-            _check_level(request, tried[0])
+    store = Store(request.out / f"frontier-methods-{request.scale}.jsonl")
+    chosen = sizes.options.get("methods", METHODS)
+    _train_all(request, sizes, text, store, chosen)
 
-    ours = [item for item in tried if item.kind == "ours"]
-    baseline = min((item for item in ours if item.method in BASELINES), key=_mean)
-    rivals = [item for item in ours if item.method not in BASELINES]
-    tests = compared(rivals, baseline)
-    rows = [_row(item, tried) for item in tried]
-    got = (
-        f"{sizes.layers} layers of width {sizes.width}, {sizes.steps} steps, the better baseline is"
-        f" {baseline.method}: {'; '.join(_summary(item) for item in ours)}"
-    )
-    reasons = unfit(ours, text)
-    holds = None if request.scale == "toy" or reasons else judge(tests)
+    found = [
+        _tried(sizes, kind, name, store.find)
+        for kind in KINDS
+        for name in methods_for(kind, chosen)
+    ]
+    tried = [item for item in found if item.by_rate]
+    ours = [item for item in tried if item.kind == KINDS[0]]
+    missing = sum(item.missing for item in found)
+    reasons = unfinished(missing, len(store.results)) or unfit(ours, text)
+    holds = None
+    if request.scale != "toy" and not reasons:
+        baseline = min((item for item in ours if item.method in BASELINES), key=_mean)
+        rivals = [item for item in ours if item.method not in BASELINES]
+        holds = judge(compared(rivals, baseline))
+    got = "; ".join(_summary(item) for item in ours)
     criterion = Criterion("", sizes.seeds, "paired t-tests over seeds, Holm-corrected, at 5 %")
-    return Reproduction(rows, _panels(tried), got, holds, notes=reasons, criterion=criterion)
+    ratios = [
+        cpu_ratio(training_of(sizes, item.kind, item.method, item.rate), text) for item in tried
+    ]
+    rows = [_row(item, tried, ratio) for item, ratio in zip(tried, ratios, strict=True)]
+    size = size_words_of(sizes, text)
+    return Reproduction(rows, _panels(tried), got, holds, reasons, criterion, size)
+
+
+def methods_for(kind: str, names: Iterable[str]) -> list[str]:
+    """Return the methods of a model; those with options of our model are for it alone."""
+    return [name for name in names if kind == KINDS[0] or not METHODS[name].model]
+
+
+def size_words_of(sizes: Sizes, text: Text) -> dict[str, Any]:
+    """Return the size of the row, by `evidence.FIELDS`."""
+    return {
+        "read": f"{len(text.train):,} characters",
+        "width": sizes.width,
+        "depth": sizes.layers,
+        "steps": sizes.steps,
+        "batch": sizes.batch_size,
+        "seeds": sizes.seeds,
+        "decoding": "none",
+    }
+
+
+def _train_all(
+    request: Request, sizes: Sizes, text: Text, store: Store, chosen: Iterable[str]
+) -> None:
+    """Train what is missing, every method's first stage before any method's second, until the time is
+    over."""
+    ends = math.inf
+    if request.minutes is not None:
+        ends = monotonic() + 60 * float(request.minutes)
+
+    def fetch(training: Training) -> Result | None:
+        if store.find(training) is None and monotonic() > ends:
+            return None
+        request.announce(
+            f"{training.model}, {training.method}, rate {training.rate:g}, seed {training.seed}"
+        )
+        return store.find_or(training, partial(train, text=text))
+
+    if request.scale == "mini":
+        level = fetch(training_of(sizes, NANOGPT, BASELINES[0], rate=LEVEL_RATE))
+        if level is not None:
+            check_level(level["valid"])
+
+    names = list(chosen)
+    for kind, stage in itertools.product(KINDS, Stage):
+        for name in methods_for(kind, names):
+            _tried(sizes, kind, name, fetch, stage)
+
+
+def training_of(sizes: Sizes, kind: str, name: str, rate: float = 0.0) -> Training:
+    """Return the training of a method at a rate, with the first seed."""
+    return Training(
+        model=kind,
+        method=name,
+        rate=rate,
+        seed=0,
+        steps=sizes.steps,
+        layers=sizes.layers,
+        width=sizes.width,
+        heads=sizes.heads,
+        block=sizes.seq_len,
+        batch=sizes.batch_size,
+        warmup=sizes.warmup,
+        decay=sizes.options["decay"] if METHODS[name].reads_decay else 0.0,
+        dropout=sizes.dropout,
+    )
+
+
+def _tried(sizes: Sizes, kind: str, name: str, fetch: Fetch, last: Stage = Stage.DEEP) -> Tried:
+    """Search the rate of a method, then train the seeds, without warm-up, and deep, up to a stage."""
+    method = METHODS[name]
+    shape = training_of(sizes, kind, name)
+
+    def loss(training: Training) -> float | None:
+        result = fetch(training)
+        return None if result is None else result["valid"]
+
+    searched_rates = searched(
+        [rate * method.rates for rate in sizes.rates], lambda rate: loss(replace(shape, rate=rate))
+    )
+    by_rate = {rate: value for rate, value in searched_rates.items() if value is not None}
+    waiting = len(searched_rates) - len(by_rate)
+    later = sizes.seeds - 1 + len((Stage.COLD, Stage.DEEP))
+    if waiting or last == Stage.RATES:
+        first = (
+            [fetch(replace(shape, rate=min(by_rate, key=by_rate.__getitem__)))] if by_rate else []
+        )
+        runs = [run for run in first if run is not None]
+        return Tried(kind, name, by_rate, runs, None, None, waiting + later)
+
+    best = replace(shape, rate=min(by_rate, key=by_rate.__getitem__))
+    seeds = [fetch(replace(best, seed=seed)) for seed in range(sizes.seeds)]
+    cold = loss(replace(best, warmup=0)) if last >= Stage.COLD else None
+    deep = None
+    if last >= Stage.DEEP:
+        layers, steps = sizes.options["deep"]
+        deep = loss(replace(best, layers=layers, steps=steps))
+    missing = [*seeds, cold, deep].count(None)
+    runs = [run for run in seeds if run is not None]
+    return Tried(kind, name, by_rate, runs, cold, deep, missing)
+
+
+def searched(
+    rates: Sequence[float], loss: Callable[[float], float | None]
+) -> dict[float, float | None]:
+    """Return the loss at every rate, and at more while the best is at an end, up to `WIDER` there.
+
+    None is the loss of a training that has not ended; nothing more is tried then.
+    """
+    losses = {rounded(rate): loss(rounded(rate)) for rate in rates}
+    for factor, _ in itertools.product((math.sqrt(10), 1 / math.sqrt(10)), range(WIDER)):
+        ended = {rate: value for rate, value in losses.items() if value is not None}
+        if len(ended) < len(losses) or len(losses) == 1:
+            break
+        edge = max(ended) if factor > 1 else min(ended)
+        if min(ended, key=ended.__getitem__) == edge:
+            further_rate = rounded(edge * factor)
+            losses[further_rate] = loss(further_rate)
+    return dict(sorted(losses.items()))
+
+
+def rounded(rate: float) -> float:
+    """Return a rate to one digit: half decades are 1 and 3."""
+    return float(f"{rate:.1g}")
+
+
+def check_level(loss: float) -> None:
+    """Stop if nanoGPT's architecture does not end at its public loss in the small setting."""
+    if not abs(loss - LEVEL) <= WITHIN:
+        raise ConvergenceError(
+            f"frontier/methods: nanoGPT's model ends at {loss:.3f} nats on valid, expected {LEVEL:g} within"
+            f" {WITHIN:g}; give --data tinyshakespeare.txt, or mend the training before it compares"
+        )
+
+
+def unfinished(missing: int, ended: int) -> tuple[str, ...]:
+    """Return that the study is still running, if trainings are missing."""
+    if not missing:
+        return ()
+    return (
+        f"running: {ended} trainings have ended, {missing} or more are missing; methods with one seed"
+        " cannot be compared yet",
+    )
 
 
 def unfit(tried: Sequence[Tried], text: Text) -> tuple[str, ...]:
@@ -127,59 +296,6 @@ def unfit(tried: Sequence[Tried], text: Text) -> tuple[str, ...]:
     return (
         f"not judged: {', '.join(blind)} not better than a constant predictor ({constant:.3f})",
     )
-
-
-def _tried(request: Request, sizes: Sizes, text: Text, kind: str, name: str) -> Tried:
-    """Search the rate of a method, train all seeds at the best, and the two runs beside them."""
-    method = METHODS[name]
-    shape = Training(
-        kind, name, 0.0, 0, sizes.steps, sizes.layers, sizes.width, sizes.heads, sizes.seq_len,
-        sizes.batch_size, sizes.warmup, sizes.options["decay"] if method.reads_decay else 0.0,
-        sizes.dropout,
-    )  # fmt: skip
-    folder = request.runs("frontier-methods")
-
-    def result(training: Training) -> Mapping[str, Any]:
-        request.announce(f"{kind}, {name}, rate {training.rate:g}, seed {training.seed}")
-        return result_of(training, text, folder)
-
-    def loss(rate: float) -> float:
-        return result(replace(shape, rate=rate))["valid"]
-
-    by_rate = searched([rate * method.rates for rate in sizes.rates], loss)
-    best = min(by_rate, key=lambda rate: by_rate[rate])
-    at_best = replace(shape, rate=best)
-    runs = [result(replace(at_best, seed=seed)) for seed in range(sizes.seeds)]
-    cold = result(replace(at_best, warmup=0))["valid"]
-    deep = result(replace(at_best, layers=sizes.options["deep"]))["valid"]
-    return Tried(kind, name, best, by_rate, runs, cold, deep)
-
-
-def searched(rates: Sequence[float], loss: Any) -> dict[float, float]:
-    """Return the loss at every rate, and at more while the best is at an end, up to `WIDER` there."""
-    losses = {_rounded(rate): loss(_rounded(rate)) for rate in rates}
-    for factor, end in itertools.product((math.sqrt(10), 1 / math.sqrt(10)), range(WIDER)):
-        del end
-        edge = max(losses) if factor > 1 else min(losses)
-        if len(losses) > 1 and min(losses, key=lambda rate: losses[rate]) == edge:
-            further_rate = _rounded(edge * factor)
-            losses[further_rate] = loss(further_rate)
-    return dict(sorted(losses.items()))
-
-
-def _rounded(rate: float) -> float:
-    """Return a rate to one digit: half decades are 1 and 3."""
-    return float(f"{rate:.1g}")
-
-
-def _check_level(request: Request, plain: Tried) -> None:
-    """Stop if the plain model is not as good as nanoGPT's in the small setting."""
-    loss = _mean(plain)
-    if request.scale == "mini" and not abs(loss - LEVEL) <= WITHIN:
-        raise ConvergenceError(
-            f"frontier/methods: AdamW ends at {loss:.3f} nats on valid, expected {LEVEL:g} within"
-            f" {WITHIN:g}; give --data tinyshakespeare.txt, or mend the training before it compares"
-        )
 
 
 def compared(rivals: Sequence[Tried], baseline: Tried) -> list[PairedComparison]:
@@ -197,14 +313,14 @@ def _mean(item: Tried) -> float:
     return fmean(item.losses)
 
 
-def _row(item: Tried, tried: Sequence[Tried]) -> Row:
+def _row(item: Tried, tried: Sequence[Tried], ratio: float) -> Row:
     plain = next(
         other for other in tried if (other.kind, other.method) == (item.kind, BASELINES[0])
     )
-    first = item.runs[0]
-    base = plain.runs[0]
+    first = item.runs[0] if item.runs else {}
+    base = plain.runs[0] if plain.runs else {}
     costs = {
-        "cpu_ratio": _ratio(first.get("seconds_per_step"), base.get("seconds_per_step")),
+        "cpu_ratio": ratio,
         "state_ratio": _ratio(first.get("state_bytes"), base.get("state_bytes")),
     }
     ends = {name: first.get(name) for name in ("sigma_max", "logit_max", "certified", "failed")}
@@ -213,6 +329,7 @@ def _row(item: Tried, tried: Sequence[Tried]) -> Row:
         "method": item.method,
         "rate": item.rate,
         "valid": _mean(item),
+        "seeds": len(item.runs),
         "by_seed": " ".join(f"{loss:.4f}" for loss in item.losses),
         "good_rates": item.good_rates,
         "rates": " ".join(f"{rate:g}:{loss:.3f}" for rate, loss in item.by_rate.items()),
