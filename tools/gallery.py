@@ -24,9 +24,10 @@ from pathlib import Path
 from PIL import Image
 
 from wellposed.measurement import INK
-from wellposed_lab.charts import Panel, draw, lines, medians, where
+from wellposed_lab.charts import Panel, Series, draw, lines, medians, where
 from wellposed_lab.report.runs import read_metrics
 from wellposed_studies.frontier.certified import curves_panel
+from wellposed_studies.frontier.training_methods import BASELINES
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "assets" / "gallery"
@@ -79,6 +80,22 @@ def draw_rates(path: Path) -> None:
         curves = medians(rows, "rate", "test", by="cap")
         panels.append(Panel(norm, "learning rate", "test loss (nats)", curves, "log"))
     draw(panels, path, columns=1)  # on a phone, two beside each other have letters of six pixels
+
+
+def draw_methods(path: Path) -> None:
+    """Loss on valid over learning rates of AdamW, Muon and the two best of the other methods."""
+    rows = where(committed("methods"), model="ours")
+    baselines = [row for row in rows if row["method"] in BASELINES]
+    others = sorted(
+        (row for row in rows if row["method"] not in BASELINES), key=lambda row: float(row["valid"])
+    )
+    curves = []
+    for row in [*baselines, *others[:2]]:
+        tried = [one.split(":") for one in row["rates"].split()]
+        losses = [float(loss) for _, loss in tried]
+        curves.append(Series(row["method"], [float(rate) for rate, _ in tried], losses))
+    title = "4 layers of width 128, 2,000 steps, first seed"
+    draw([Panel(title, "learning rate", "loss on valid (nats)", curves, "log")], path)
 
 
 def draw_depth(folder: Path, path: Path) -> None:
@@ -150,6 +167,8 @@ Drawing = Callable[[Path], None]
 DRAWN: dict[str, Drawing] = dict.fromkeys(STUDIES, draw_study)
 if (ROWS / "frontier-rates.csv").is_file():
     DRAWN["rates"] = draw_rates
+if (ROWS / "frontier-methods.csv").is_file():
+    DRAWN["methods"] = draw_methods
 RECIPES = dict.fromkeys(("kim2021-figure-2", "kim2021-figure-3"), draw_recipe)
 MADE: dict[str, Drawing] = {**DRAWN, **RECIPES, "measured": draw_measured, "monitor": draw_monitor}
 """Function that writes each picture of the page as an SVG file."""
