@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from wellposed import presets
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -137,6 +139,16 @@ def jasmin(model: nn.Module, rate: float, decay: float) -> Attached:
     return attached
 
 
+def ngpt(model: nn.Module, rate: float, decay: float) -> Attached:
+    """The weights of nGPT on the sphere; its states are options of the model."""
+    from wellposed.constrain import constrain_
+
+    attached = adamw(model, rate, decay)
+    where = ("layers", "token_embedding")
+    attached.handle = constrain_(model, attached.optimizer, where=where, to="hypersphere")
+    return attached
+
+
 RMS: Mapping[str, Any] = {"bound": f"rms:{RADIUS:g}"}
 BASELINES = ("AdamW", "Muon")
 """Every other method is compared with the better of these."""
@@ -156,6 +168,7 @@ METHODS: Mapping[str, Method] = {
     "JaSMin": Method(jasmin),
     "mimetic": Method(mimetic),
     "qk-norm": Method(adamw, {"qk_norm": True}, merges=False),
+    "nGPT": Method(ngpt, presets.ngpt(), merges=False, reads_decay=False),
     "DyT": Method(adamw, {"norm": "dyt"}, merges=False),
     "Derf": Method(adamw, {"norm": "derf"}, merges=False),
     "ReZero": Method(adamw, {"norm": "none", "residual": "rezero"}, merges=False),
