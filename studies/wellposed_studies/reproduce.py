@@ -155,17 +155,17 @@ def reproduce(
         encoder: pretrained encoder, to fine-tune (mcgrath2024) or to score (zhang2021/table-4).
         vectors: file of word vectors (GloVe, word2vec). They score replies (zhang2021/table-4).
         languages: source and target, as ``"en,fr"``, for recipes that translate ``data``.
-        jobs: processes that train independent runs in parallel; see `Request`.
-        minutes: time after which no further training begins, for recipes that publish what they
-            have, with what is missing; a later call goes on.
+        jobs: Processes that train independent runs in parallel, as in `Request`.
+        minutes: Time after which no further training begins, for recipes of many hours. Their row
+            is partial then, and a later call completes it.
 
     Raises:
         ConfigError: unknown recipe or scale, or an input that the recipe does not read.
         DataError: the data is missing, or its host cannot be reached.
     """
     inputs = {"data": data, "encoder": encoder, "vectors": vectors, "languages": languages}
-    given = {**inputs, "minutes": minutes}
-    recipe = _checked_recipe(name, scale, given)
+    all_inputs = {**inputs, "minutes": minutes}
+    recipe = _checked_recipe(name, scale, all_inputs)
     if minutes is not None and not fits(minutes, Positive):
         raise ConfigError(f"minutes = {minutes!r:.80}, expected a finite number > 0")
     if out.exists() and not out.is_dir():

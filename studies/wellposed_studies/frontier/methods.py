@@ -110,8 +110,8 @@ def methods(request: Request) -> Reproduction:
         not level off in so few steps: equal steps are compared, not ends of training.
     Note: good rates are those within {NEAR:g} nats of the method's best; cold is without warm-up, deep is
         24 layers in a quarter of the steps, both with one seed at the best rate. Every training is a
-        line of frontier-methods-SCALE.jsonl beside the row. A later call goes on from there. With
-        --minutes it stops in time, and the row says which trainings are missing.
+        line of frontier-methods-SCALE.jsonl beside the row. With
+        --minutes it stops in time, the row counts what is missing, and a later call completes it.
     """
     sizes = sizes_of(request)
     text = read_text(request.data, sizes.limit)
@@ -119,14 +119,14 @@ def methods(request: Request) -> Reproduction:
     chosen = sizes.options.get("methods", METHODS)
     _train_all(request, sizes, text, store, chosen)
 
-    found = [
+    by_method = [
         _tried(sizes, kind, name, store.find)
         for kind in KINDS
         for name in methods_for(kind, chosen)
     ]
-    tried = [item for item in found if item.by_rate]
+    tried = [item for item in by_method if item.by_rate]
     ours = [item for item in tried if item.kind == KINDS[0]]
-    missing = sum(item.missing for item in found)
+    missing = sum(item.missing for item in by_method)
     reasons = unfinished(missing, len(store.results)) or unfit(ours, text)
     holds = None
     if request.scale != "toy" and not reasons:
