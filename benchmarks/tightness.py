@@ -155,10 +155,11 @@ def lipsdp(net: nn.Sequential) -> float:
     return math.sqrt(float(rho.value))
 
 
-def attained(net: nn.Module, width: int, setup: Setup) -> float:
+def attained(net: nn.Module, width: int, setup: Setup, *, radius: float | None = None) -> float:
     """Return the largest slope that an attack finds."""
     options: dict[str, Any] = {
         "norm": 2,
+        "radius": radius,
         "restarts": setup.size(32, 2),
         "steps": setup.size(150, 2),
     }
@@ -204,6 +205,43 @@ def _rows_of_branches(setup: Setup) -> Iterator[Row]:
         )
 
 
+def _swiglu(width: int) -> Any:
+    transformers = importlib.import_module("transformers")
+    source = importlib.import_module("transformers.models.llama.modeling_llama")
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=8 * width // 3, num_attention_heads=2
+    )
+    return source.LlamaMLP(config)
+
+
+def product_of_a_gated(module: Any, radius: float) -> float:
+    """Return ``|W_d| (l |W_g| max|u| + |W_u| max|g|)`` on a ball, the bound of theory note B13."""
+    gate, up, down = (
+        part.weight.detach() for part in (module.gate_proj, module.up_proj, module.down_proj)
+    )
+    sizes = [float(certified_spectral_norm(weight)) for weight in (gate, up, down)]
+    largest = [float(weight.norm(dim=-1).max()) * radius for weight in (gate, up)]
+    return sizes[2] * (1.09984 * sizes[0] * largest[1] + sizes[1] * largest[0])
+
+
+def _rows_of_gates(setup: Setup) -> Iterator[Row]:
+    if importlib.util.find_spec("transformers") is None:
+        return
+    width = setup.size(64, 8)
+    for radius in (1.0, math.sqrt(width)):
+        ours, products = [], []
+        for seed in range(setup.size(SEEDS, 1)):
+            torch.manual_seed(seed)
+            module = _swiglu(width).double()
+            slope = attained(module, width, setup, radius=radius)
+            bound = certify(module, radius=radius, norm=2, seq_len=1, cross_check=False).total
+            ours.append(bound / slope)
+            products.append(product_of_a_gated(module, radius) / slope)
+        name = f"SwiGLU of {width} on tokens of norm {radius:g}"
+        yield row_of(f"bound / attained, ours, {name}", ours)
+        yield row_of(f"bound / attained, products, {name}", products)
+
+
 def _rows_of_the_programme(setup: Setup) -> Iterator[Row]:
     if importlib.util.find_spec("cvxpy") is None:
         return
@@ -219,6 +257,7 @@ def _rows_of_the_programme(setup: Setup) -> Iterator[Row]:
 def rows(setup: Setup) -> Iterator[Row]:
     yield from _rows_of_chains(setup)
     yield from _rows_of_branches(setup)
+    yield from _rows_of_gates(setup)
     yield from _rows_of_the_programme(setup)
 
 

@@ -1,5 +1,7 @@
 """Modules without a bound are refused with a message that names the part and the reason."""
 
+# pyright: reportArgumentType=false
+
 import math
 from functools import partial
 
@@ -74,7 +76,7 @@ ANYWHERE = [
     (L2, lambda: put(wn.L2SelfAttention(8, 2).eval(), "q_proj", nn.Sequential(nn.Linear(8, 8)))),
     ("eval()", lambda: wn.L2SelfAttention(4, 2, dropout=0.3)),
     *((f"{name} is a Identity", with_block_part(name)) for name in RESIDUAL_BLOCK),
-    ("models of transformers have no rules", bert),
+    ("models of transformers have no bound on all inputs", bert),
     ("pooling", lambda: put(SAMPLES[CLASSIFIER][0].build(8), "pool", len)),
     ("gating='normalized'", lambda: transject(num_experts=2)),
     ("causal", lambda: transject(is_causal=True)),

@@ -5,6 +5,7 @@ A call may differ by hooks, a replaced `forward`, adapters, or weights that live
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterator
 from types import FunctionType
 from typing import Any
@@ -23,6 +24,11 @@ _PLAIN_PARTS = (
     nn.Linear, NonDynamicallyQuantizableLinear, OrthogonalLinear, nn.Embedding, nn.Identity, nn.Dropout,
     nn.ModuleList, nn.ModuleDict,
 )  # fmt: skip
+LOCAL_ONLY = (
+    "models of transformers have no bound on all inputs, as LayerNorms make every total vacuous (1e6 to"
+    " 1e30 for two layers); BERT, RoBERTa, DistilBERT and GPT-2 have one around given inputs: pass"
+    " around= and radius="
+)
 _PARAMETRIZE = "torch.nn.utils.parametrize"
 
 
@@ -30,6 +36,13 @@ def class_called(module: nn.Module) -> type[nn.Module]:
     """Return the class whose `forward` runs, behind torch's class for parametrised weights."""
     kind = type(module)
     return kind.__bases__[0] if kind.__module__ == _PARAMETRIZE else kind
+
+
+def is_class(kind: type, module: str, name: str) -> bool:
+    """Return whether ``kind`` is the class of this name in this module, and no other of that name."""
+    return (kind.__module__, kind.__qualname__) == (module, name) and getattr(
+        sys.modules.get(module), name, None
+    ) is kind
 
 
 def without_compiler(module: nn.Module) -> nn.Module:
@@ -111,10 +124,7 @@ def advice(module: nn.Module) -> str:
             " plain model"
         )
     if type(module).__module__.startswith("transformers."):
-        return (
-            "; models of transformers have no rules, as LayerNorms make every total of a whole model"
-            " vacuous (1e6 to 1e30 for two layers): train a variant of wellposed"
-        )
+        return f"; {LOCAL_ONLY}"
     if isinstance(getattr(module, "module", None), nn.Module):
         return "; it wraps another module: certify what it wraps, `.module`"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,44 +173,3 @@ def smallest_deviation(centre: Centre, moved: float, *, centred: bool) -> float:
         tokens = tokens - tokens.mean(-1, keepdim=True)
     root = math.sqrt(tokens.shape[-1])
     return float(tokens.norm(dim=-1).min()) / root * (1 - 1e-9) - centre.reach(moved) / root
-
-
-def slopes_near(module: nn.Module, centre: Centre, moved: float) -> tuple[Tensor, Tensor] | None:
-    """Return the smallest and the largest slope of each entry of an activation in the balls (width,).
-
-    An entry moves by at most ``moved`` too. None if nothing is known of the activation's slopes.
-    """
-    slopes = _SLOPES.get(type(module))
-    if slopes is None or getattr(module, "approximate", "none") != "none":
-        return None
-    derivative, turns = slopes
-    tokens = centre.tokens.flatten(0, 1)
-    reach = centre.reach(moved)
-    low_end = tokens.amin(0) - reach
-    high_end = tokens.amax(0) + reach
-    # Between its turns the derivative is monotone.
-    points = [low_end, high_end, *(low_end.maximum(high_end.minimum(turn)) for turn in
-                                   (torch.full_like(low_end, turn) for turn in turns))]  # fmt: skip
-    values = torch.stack([derivative(point) for point in points])
-    return values.amin(0) - _ROUNDING, values.amax(0) + _ROUNDING
-
-
-def _relu_slope(x: Tensor) -> Tensor:
-    return (x > 0).to(x.dtype)
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    normal = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
-    return (1 + torch.erf(x / math.sqrt(2))) / 2 + x * normal
-
-
-def _tanh_slope(x: Tensor) -> Tensor:
-    return 1 - x.tanh().square()
-
-
-_SLOPES: Mapping[type[nn.Module], tuple[Callable[[Tensor], Tensor], tuple[float, ...]]] = {
-    nn.ReLU: (_relu_slope, ()),
-    nn.GELU: (_gelu_slope, (-math.sqrt(2), math.sqrt(2))),
-    nn.Tanh: (_tanh_slope, (0.0,)),
-}
-"""Derivatives, and where they turn from rising to falling or back."""

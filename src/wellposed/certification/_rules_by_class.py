@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from wellposed.certification._as_called import advice
+from wellposed.certification._as_called import advice, is_class
 from wellposed.certification._layer_bound import LayerBound
 from wellposed.errors import ConfigError
 
@@ -17,6 +17,25 @@ R = TypeVar("R", bound=Callable[..., LayerBound])
 RULES: dict[type[nn.Module], Rule] = {}
 IN_NORM_SUM: set[Rule] = set()
 """Rules that are proved in norm sum too."""
+
+
+_BY_NAME: dict[str, Rule] = {}
+"""Rules of classes of libraries that need not be imported, by module and name."""
+
+
+def register_by_name(name: str, rule: Rule, *, sums: bool = False) -> None:
+    """Register the rule of a class by its full name, whether its library is imported or not."""
+    _BY_NAME[name] = rule
+    if sums:
+        IN_NORM_SUM.add(rule)
+
+
+def rule_of(kind: type[nn.Module]) -> Rule | None:
+    """Return the rule of a class, or None; a class by name only if it is the one that stands there."""
+    rule = RULES.get(kind)
+    if rule is None and is_class(kind, kind.__module__, kind.__qualname__):
+        rule = _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    return rule
 
 
 def certifiable_classes() -> tuple[type[nn.Module], ...]:

@@ -32,7 +32,7 @@ from wellposed.certification._layer_bound import (
     joined_links,
     times,
 )
-from wellposed.certification._rules_by_class import IN_NORM_SUM, RULES, without_rule
+from wellposed.certification._rules_by_class import IN_NORM_SUM, rule_of, without_rule
 from wellposed.certification.bounds import NO_BOUND, Link, Tight, tight_slope, tightest_bound
 from wellposed.errors import ConfigError, is_about_resources
 from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
@@ -111,7 +111,7 @@ class CertificateBuilder:
 
     def _answer(self, module: nn.Module, context: RuleContext, index: int) -> LayerBound:
         kind = class_called(module)
-        rule = RULES.get(kind)
+        rule = rule_of(kind)
         if rule is None:
             return context.refuse(without_rule(module, kind), unproved=True)
         if context.norm == "sum" and rule not in IN_NORM_SUM:

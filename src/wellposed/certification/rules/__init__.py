@@ -1,6 +1,12 @@
 """The rules of certificates by kind of layer; each file registers its own on import."""
 
-from wellposed.certification.rules import _bounded_attention, _convolutions, _ours  # noqa: F401
+from wellposed.certification.rules import (  # noqa: F401
+    _bounded_attention,
+    _convolutions,
+    _gated,
+    _huggingface,
+    _ours,
+)
 from wellposed.certification.rules._attention_weights import AttentionWeights as AttentionWeights
 from wellposed.certification.rules._blocks import mean_pooling as mean_pooling
 from wellposed.certification.rules._blocks import of_one_vector as of_one_vector

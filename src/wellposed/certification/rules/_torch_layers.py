@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.certification._centres import slopes_near, smallest_deviation
+from wellposed.certification._centres import smallest_deviation
+from wellposed.certification._curves import slopes_near
 from wellposed.certification._layer_bound import LayerBound, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
@@ -105,8 +106,13 @@ def layer_norm_bound(
 
 @register_rule(nn.Linear, sums=True)
 def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
-    weight = module.weight
-    bias = module.bias
+    return affine_bound(module.weight, module.bias, context, lambda: module.weight)
+
+
+def affine_bound(
+    weight: Tensor, bias: Tensor | None, context: RuleContext, source: Callable[[], Tensor]
+) -> LayerBound:
+    """Bound ``x -> weight @ x + bias``; ``source`` reads the weight again, with its gradient."""
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
     # Without a ball the radius is not needed; in norm inf it would cost a factorisation.
     spread = context.spectral_norm(weight) if math.isfinite(context.radius) else math.inf
@@ -114,10 +120,10 @@ def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
     form = "largest absolute row sum" if context.norm == "inf" else "largest singular value"
     bound = context.operator_norm(weight)
     spectral = math.inf if context.norm == "inf" else bound
-    links = (Matrix(weight.detach(), spectral, source=lambda: module.weight),)
+    links = (Matrix(weight.detach(), spectral, source=source),)
     made = LayerBound(bound, form, "exact", out_radius=radius, fresh=True, links=links)
     is_spectral = context.norm != "inf"
-    return replace(made, slope=lambda: _norm_with_gradient(module.weight, is_spectral=is_spectral))
+    return replace(made, slope=lambda: _norm_with_gradient(source(), is_spectral=is_spectral))
 
 
 def _norm_with_gradient(weight: Tensor, *, is_spectral: bool) -> Tensor:
@@ -168,16 +174,24 @@ def slope_rule(
     @register_rule(module_type, sums=True)
     def _activation(module: nn.Module, context: RuleContext) -> LayerBound:
         ends = slopes(module) if callable(slopes) else slopes
-        bound = _by_slopes(ends, context, zero_at_zero=zero_at_zero)
-        centre = context.centre_of(module)
-        near = None if centre is None else slopes_near(module, centre, context.moved)
-        if near is None:
-            return bound
-        low, high = (end.clamp(*ends) for end in near)
-        steepest = float(torch.maximum(low.abs(), high.abs()).max())
-        links = (Slopes(low, high),)
-        form = "largest slope around the inputs (B22)"
-        return replace(bound, lipschitz=steepest, form=form, label="certified", links=links)
+        return activation_bound(module, context, ends, zero_at_zero=zero_at_zero)
+
+
+def activation_bound(
+    module: nn.Module, context: RuleContext, ends: Ends, *, zero_at_zero: bool = True
+) -> LayerBound:
+    """Bound a scalar nonlinearity by its smallest and its largest slope, around the inputs if there
+    are any."""
+    bound = _by_slopes(ends, context, zero_at_zero=zero_at_zero)
+    centre = context.centre_of(module)
+    near = None if centre is None else slopes_near(module, centre, context.moved)
+    if near is None:
+        return bound
+    low, high = (end.clamp(*ends) for end in near)
+    steepest = float(torch.maximum(low.abs(), high.abs()).max())
+    links = (Slopes(low, high),)
+    form = "largest slope around the inputs (B22)"
+    return replace(bound, lipschitz=steepest, form=form, label="certified", links=links)
 
 
 def _with_one(module: nn.Module, attribute: str) -> Ends:

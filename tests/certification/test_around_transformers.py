@@ -1,0 +1,201 @@
+"""Local bounds of models of transformers: no two inputs in the balls are steeper, and what is refused."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers.models.bert import modeling_bert
+from transformers.models.roberta import modeling_roberta
+
+from wellposed.certification import attain, certify, local_radius
+from wellposed.errors import NotLipschitzError
+from wellposed.models import input_vectors
+
+WIDTH, TOKENS = 8, 4
+SIZES = {
+    "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
+    "vocab_size": 11, "num_labels": 3, "max_position_embeddings": 9, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": WIDTH, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 9, "num_labels": 3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+DISTILBERT = {
+    "dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": 16, "vocab_size": 11, "num_labels": 3,
+    "max_position_embeddings": 9,
+}  # fmt: skip
+
+
+def bert(kind=transformers.BertForSequenceClassification, **more):
+    return kind(transformers.BertConfig(**SIZES, **more))
+
+
+def gpt2(kind=transformers.GPT2ForSequenceClassification, **more):
+    return kind(transformers.GPT2Config(**GPT2, **more))
+
+
+MODELS = {
+    "BertForSequenceClassification": bert,
+    "BertModel": lambda: bert(transformers.BertModel),
+    "Bert, eager": lambda: bert(attn_implementation="eager"),
+    "Bert, gelu_new": lambda: bert(hidden_act="gelu_new"),
+    "Bert, relu": lambda: bert(hidden_act="relu"),
+    "RobertaForSequenceClassification": lambda: transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**SIZES)
+    ),
+    "DistilBertForSequenceClassification": lambda: transformers.DistilBertForSequenceClassification(
+        transformers.DistilBertConfig(**DISTILBERT)
+    ),
+    "GPT2ForSequenceClassification": gpt2,
+    "GPT2LMHeadModel": lambda: gpt2(transformers.GPT2LMHeadModel),
+    "GPT2Model, scaled": lambda: gpt2(transformers.GPT2Model, scale_attn_by_inverse_layer_idx=True),
+    "GPT2, eager": lambda: gpt2(attn_implementation="eager"),
+}
+
+
+def made(name, seed=0, size=6.0):
+    """Return a model with weights larger than at first, so that every part matters."""
+    torch.manual_seed(seed)
+    model = MODELS[name]().double().eval().requires_grad_(False)
+    for path, weight in model.named_parameters():
+        if weight.ndim > 1 and "embeddings" not in path:
+            weight.mul_(size)
+        elif weight.ndim == 1:
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def inputs(seed=0, count=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def run(model, x):
+    out = model(inputs_embeds=x)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def tok(x):
+    return (x.unsqueeze(1) if x.ndim == 2 else x).norm(dim=-1).amax(-1)
+
+
+def inside(moved, radius):
+    return moved * (radius / moved.norm(dim=-1, keepdim=True).clamp_min(radius))
+
+
+def steepest(model, centre, radius, steps=12, copies=8):
+    """Ascend the slope between two inputs whose tokens are within the radius of the centre's."""
+    base = centre.repeat_interleave(copies, 0)
+    generator = torch.Generator().manual_seed(1)
+    free = torch.randn(2, *base.shape, generator=generator, dtype=torch.float64)
+    free[1] = free[0] + 0.1 * free[1]
+    free.requires_grad_()
+    optimizer = torch.optim.Adam([free], lr=0.1, maximize=True)
+    best = torch.zeros(len(base), dtype=torch.float64)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x, y = (base + inside(part * radius, radius) for part in free)
+        slope = tok(run(model, x) - run(model, y)) / tok(x - y)
+        best = torch.maximum(best, slope.detach())
+        slope.log().sum().backward()
+        optimizer.step()
+    return float(best.max())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("radius", [1e-4, 0.03, 0.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_two_inputs_in_the_balls_are_steeper(name, radius):
+    model = made(name)
+    x = inputs()
+    certificate = certify(model, around=x, radius=radius)
+    assert certificate.mask in (("causal",) if "GPT2" in name else ("full", "any"))
+    assert steepest(model, x, radius) <= certificate.total * (1 + 1e-9) < math.inf
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["BertModel", "GPT2Model, scaled"])
+def test_small_balls_are_bounded_within_a_factor(name):
+    """With weights of the first draw every norm divides by the deviation of its token."""
+    model = made(name, size=1.0)
+    x = inputs(count=1)
+    total = certify(model, around=x, radius=1e-4, cross_check=False).total
+    assert steepest(model, x, 1e-4, steps=40) <= total < 4 * steepest(model, x, 1e-4, steps=40)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2ForSequenceClassification"])
+def test_an_answer_stays_within_the_certified_radius(name):
+    model = made(name, size=1.0)
+    x = inputs(3)
+    radii = local_radius(model, x, steps=8)
+    assert bool((radii > 1e-3).all())
+    answers = run(model, x).argmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        moved = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        moved = 0.999 * radii[:, None, None] * moved / moved.norm(dim=-1, keepdim=True)
+        assert bool((run(model, x + moved).argmax(-1) == answers).all())
+
+
+def test_ids_are_certified_by_their_vectors():
+    model = made("BertForSequenceClassification")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    certificate = certify(model, around=input_vectors(model, ids), radius=1e-3)
+    assert bool((certificate.radius(model(input_ids=ids).logits) > 0).all())
+    assert attain(certify(made("BertModel"), around=inputs(), radius=0.1), steps=2) is not None
+
+
+def why(model, **asked):
+    certificate = certify(model, **{"around": inputs(), "radius": 1e-3, **asked})
+    assert math.isinf(certificate.total)
+    return certificate.table()
+
+
+def test_all_inputs_are_refused_by_name():
+    model = made("BertForSequenceClassification")
+    assert "pass around= and radius=" in why(model, around=None, radius=None, seq_len=TOKENS)
+    with pytest.raises(NotLipschitzError, match="no bound on all inputs"):
+        certify(model, seq_len=TOKENS).require()
+
+
+def test_a_part_of_another_class_is_refused():
+    model = made("BertForSequenceClassification")
+    layer = model.bert.encoder.layer[0].attention
+    layer.self = modeling_roberta.RobertaSelfAttention(model.config).double().eval()
+    assert "RobertaSelfAttention, a class whose weights do not say" in why(model)
+    model = made("BertForSequenceClassification")
+    model.bert.encoder.layer[1].intermediate.intermediate_act_fn.act = torch.sin
+    assert "not a GELU" in why(model)
+
+
+def test_a_replaced_attention_function_is_refused(monkeypatch):
+    model = made("Bert, eager")
+    original = modeling_bert.eager_attention_forward
+    monkeypatch.setattr(
+        modeling_bert,
+        "eager_attention_forward",
+        lambda *args, **options: original(*args, **options),
+    )
+    assert "stands where transformers runs eager" in why(model)
+
+
+def test_a_decoder_is_refused():
+    model = (
+        transformers.BertModel(transformers.BertConfig(**SIZES, is_decoder=True)).double().eval()
+    )
+    assert "its mask is not that of its family" in why(model)
+
+
+def test_transformers_is_not_imported_for_its_rules():
+    code = (
+        "import sys, torch\nfrom wellposed.certification import certify\n"
+        "certify(torch.nn.Linear(2, 2))\nassert 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
