@@ -44,7 +44,8 @@ class MatrixConstraint(Constraint):
         self._is_sharded = any(is_sharded(weight.parameter) for weight in self.weights)
         if self._is_sharded:
             assign_owners(self.weights)
-        self._batched = batched
+        self.batched = batched
+        """As ``batched=`` of `constrain_`; it may change between steps."""
         self._work = Workspace()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,10 +142,10 @@ class MatrixConstraint(Constraint):
 
     def _is_ahead(self, group: list[ConstrainedMatrix]) -> bool:
         """Whether to guess numbers instead of reading them: an accelerator waits for each read."""
-        return bool(self._batched) or group[0].parameter.device.type != "cpu"
+        return bool(self.batched) or group[0].parameter.device.type != "cpu"
 
     def _state(self, matrices: list[ConstrainedMatrix]) -> None:
-        for group in batches_of(matrices, self._batched):
+        for group in batches_of(matrices, self.batched):
             is_steered = group[0].set.is_steered
             for weight in group if is_steered else ():
                 weight.gradient_is = "changing"
@@ -154,7 +155,7 @@ class MatrixConstraint(Constraint):
                 weight.gradient_is = "steered"
 
     def _retract(self, matrices: list[ConstrainedMatrix]) -> list[Outcome]:
-        pairs = self._guessed(batches_of(matrices, self._batched))
+        pairs = self._guessed(batches_of(matrices, self.batched))
         return [outcome for group, taken in pairs for outcome in self._retract_group(group, taken)]
 
     def _guessed(
