@@ -104,7 +104,7 @@ def test_no_ascent_passes_the_tight_bound(eps):
 
 def test_the_runs_of_the_papers_are_presets_by_name():
     settings = {}
-    papers = [name for name in PRESETS if not name.endswith("-mini")]
+    papers = [name for name in PRESETS if name.startswith(("zhang2021", "huang2020"))]
     for name in papers:
         config = RUN_PRESETS.get(name)()
         source, target = str(config.task_options["src"]), str(config.task_options["tgt"])

@@ -1,4 +1,4 @@
-"""Presets of runs by Zhang et al. (2021), Huang et al. (2020) and ours, one file a corpus.
+"""Presets of runs of the five papers and of ours, one file a corpus.
 
 Values that a paper leaves to its framework (Tensor2Tensor for Zhang, fairseq for Huang) are the
 framework's public settings; each file names the values that neither fixes.
