@@ -1,6 +1,6 @@
 """Draw the pictures of docs/gallery.md and of the front page into docs/assets/gallery.
 
-    python -m tools.gallery            # all; the runs take about two minutes of one core
+    python -m tools.gallery            # all; the runs take about three minutes of one core
     python -m tools.gallery --drawn    # the pictures of committed rows
     python -m tools.gallery --depth FOLDER    # of a finished comparison
     python -m tools.gallery --screens FOLDER  # its report, and the built site, in a browser
@@ -14,6 +14,7 @@ import argparse
 import csv
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from wellposed.measurement import INK
+from wellposed.measurement import INK, figure_style
 from wellposed_lab.charts import Panel, Series, draw, lines, medians, where
 from wellposed_lab.report.runs import read_metrics
 from wellposed_studies.frontier.certified import curves_panel
@@ -156,6 +157,14 @@ def draw_monitor(path: Path) -> None:
     draw(panels, path)
 
 
+def draw_flow(path: Path) -> None:
+    """Data, density and samples of the residual flow of the examples."""
+    example = runpy.run_path(str(ROOT / "examples" / "residual_flow.py"))
+    flow = example["train"](1000)
+    with figure_style():
+        example["draw"](flow, example["draw_samples"](flow)[0], str(path))
+
+
 def draw_recipe(path: Path) -> None:
     """The figure of a recipe at mini scale."""
     from wellposed_studies.reproduce import reproduce
@@ -170,7 +179,8 @@ if (ROWS / "frontier-rates.csv").is_file():
 if (ROWS / "frontier-methods.csv").is_file():
     DRAWN["methods"] = draw_methods
 RECIPES = dict.fromkeys(("kim2021-figure-2", "kim2021-figure-3"), draw_recipe)
-MADE: dict[str, Drawing] = {**DRAWN, **RECIPES, "measured": draw_measured, "monitor": draw_monitor}
+RUNS: dict[str, Drawing] = {"flow": draw_flow, "measured": draw_measured, "monitor": draw_monitor}
+MADE: dict[str, Drawing] = {**DRAWN, **RECIPES, **RUNS}
 """Function that writes each picture of the page as an SVG file."""
 
 

@@ -112,7 +112,7 @@ def test_every_preset_of_these_papers_is_tried_on_data():
 @pytest.mark.data
 @pytest.mark.parametrize("name", DATA)
 def test_a_preset_trains_on_the_data_of_its_paper(name, shared_data, encoder, tmp_path):
-    """Its settings, but for narrow layers, short texts and a vocabulary from the data itself."""
+    """Layers are narrow, texts short and the vocabulary is learned from the data."""
     config = RUN_PRESETS.get(name)()
     options = {**config.task_options, "data": str(shared_data / DATA[name])}
     model = replace(config.model, num_hidden_layers=2)

@@ -4,6 +4,7 @@ route, toy runs."""
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_vectors_and_encoder_reach_the_dialogues(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tables, "train_grid", stop)
-    inputs = {"vectors": "glove.txt", "encoder": "some/encoder"}
+    inputs: dict[str, Any] = {"vectors": "glove.txt", "encoder": "some/encoder"}
     with pytest.raises(KeyboardInterrupt):
         reproduce("zhang2021/table-4", scale="toy", out=tmp_path, **inputs)
     options = configs[0].task_options

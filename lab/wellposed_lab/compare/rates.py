@@ -123,14 +123,13 @@ def rate_runs(
     base: RunConfig, wanted: Sequence[tuple[str, float]], search: Search, out: Path
 ) -> list[PlannedRun]:
     """Return the trials of ``(variant, rate)``, with the first seed."""
-    return [
-        PlannedRun(
-            _folder(out, name, rate),
-            f"[rate {number}/{len(wanted)}] {base.task} {name} at {rate:g}",
-            shorter_run(apply_variant(name, at_rate(base, rate)), search.shorter),
-        )
-        for number, (name, rate) in enumerate(wanted, start=1)
-    ]
+    runs = []
+    for number, (name, rate) in enumerate(wanted, start=1):
+        config = shorter_run(apply_variant(name, at_rate(base, rate)), search.shorter)
+        used = config.train.learning_rate
+        label = f"[rate {number}/{len(wanted)}] {base.task} {name} at {used:g}"
+        runs.append(PlannedRun(_folder(out, name, rate), label, config))
+    return runs
 
 
 def rates_beyond(tried: Tried, search: Search) -> list[tuple[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tomllib
@@ -327,7 +328,7 @@ def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         [best] = [index for index, row in enumerate(mine) if row["chosen"]]
         steps = mine[best].get("steps")
         tried = f"the best of {len(mine)} on valid" + (f" after {steps} steps" if steps else "")
-        note = f"{name}: learning rate {mine[best]['rate']:g}, {tried}"
+        note = f"{name}: learning rate {_rate_words(mine[best])}, {tried}"
         if mine[best]["loss"] is None:
             note = f"{name}: the runs at all learning rates failed"
         elif best in (0, len(mine) - 1):
@@ -335,6 +336,14 @@ def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             note += f", and the {side} that was tried: widen --learning-rates"
         notes.append(note)
     return notes
+
+
+def _rate_words(row: Mapping[str, Any]) -> str:
+    """Return the learning rate of a run, and that of the base which its variant multiplied."""
+    base = row["rate"]
+    used = row.get("learning_rate") or base
+    times = used / base
+    return f"{used:g}" if math.isclose(times, 1) else f"{used:g} ({times:g} times {base:g})"
 
 
 def _comparison_of(folder: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
