@@ -97,7 +97,8 @@ def test_a_gpu_keeps_each_row_as_it_comes_and_begins_none_after_its_time(
     runner, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    norms, stored = dict(runner.benchmarks())["norms"], []
+    norms = dict(runner.benchmarks())["norms"]
+    stored = []
     tiny = runner.Setup(quick=True)
     assert runner.measure(norms, tiny, {}, float("inf"), lambda rows: stored.append(len(rows)))
     assert stored == list(range(1, len(stored) + 1))

@@ -109,9 +109,9 @@ def test_an_entry_under_args_is_one_parameter(args, is_offence):
 
 
 @pytest.mark.parametrize(
-    "place", ["src/wellposed", "lab/wellposed_lab", "studies/wellposed_studies"]
+    "source", ["src/wellposed", "lab/wellposed_lab", "studies/wellposed_studies"]
 )
-def test_args_of_docstrings_are_parameters(place):
+def test_args_of_docstrings_are_parameters(source):
     griffe = pytest.importorskip("griffe", reason="needs the extra docs")
-    folder, package = place.split("/")
+    folder, package = source.split("/")
     assert list(misnamed(griffe.load(package, search_paths=[ROOT / folder]))) == []

@@ -23,7 +23,8 @@ class Bounded(options.CheckedOptions):
         return ["value = 7 with share, expected another"] if self.value == 7 and self.share else []
 
 
-SHARE, SIZE = "a finite number >= 0 and < 1 or None", "'small', 'large' or None"
+SHARE = "a finite number >= 0 and < 1 or None"
+SIZE = "'small', 'large' or None"
 WRONG = [
     ({"value": 2**63}, f"value = {2**63}, expected an integer >= 1"),
     ({"value": True}, "value = True, expected an integer >= 1"),

@@ -98,7 +98,8 @@ class Named(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.query = layer(), nn.Linear(8, 8)
+        self.layer = layer()
+        self.query = nn.Linear(8, 8)
 
     def forward(self, x):
         return self.query(self.layer(x))

@@ -94,7 +94,7 @@ class TestBuilt:
         entries = {item["location"]: item["title"] for item in built["items"]}
         assert entries["index.html#install"] == entries["install.html"] == "Install"
         assert len(entries) > 1000
-        assert [place for place in entries if place.startswith("changelog")] == []
+        assert [entry for entry in entries if entry.startswith("changelog")] == []
 
     def test_entries_are_named_as_their_pages(self, site):
         start = (site / "index.html").read_text("utf-8")

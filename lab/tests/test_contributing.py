@@ -176,7 +176,8 @@ EVERY = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for 
 def add(blocks, folder):
     """Do what the text says: make each file, or add the lines to an existing one."""
     for name, text in blocks:
-        file, first = folder / name, text.partition("\n")[0] + "\n"
+        file = folder / name
+        first = text.partition("\n")[0] + "\n"
         old = file.read_text("utf-8") if file.is_file() else ""
         before, separator, after = old.partition(first)
         new = before + text + after if separator else f"{old}\n{text}" if old else text

@@ -68,13 +68,13 @@ def test_every_place_says_the_same_sentence_and_counts_the_same_verbs(capsys):
     main(["--help"])
     places = [readme, index, wellposed.__doc__ or "", capsys.readouterr().out]
     places += [(ROOT / name).read_text("utf-8") for name in ("pyproject.toml", "mkdocs.yml")]
-    for place in places:
-        assert SENTENCE in " ".join(place.replace("`", "").split())
+    for page_text in places:
+        assert SENTENCE in " ".join(page_text.replace("`", "").split())
     tables = (readme.partition("| verb |")[2], index.partition("| verb |")[2])
     rows = {len(table.partition("\n\n")[0].splitlines()) - 2 for table in tables}
     assert rows == {7}
-    for place in places[:3]:
-        assert "seven verbs" in place.lower()
+    for page_text in places[:3]:
+        assert "seven verbs" in page_text.lower()
 
 
 def test_readme_and_index_begin_with_the_same_page():
@@ -129,7 +129,9 @@ def typist(tmp_path, monkeypatch, capsys):
     """Return what types blocks of the tutorial in, those from one number to another, and returns
     what the commands print; numbers of the page that are in no ``text`` block are checked."""
     monkeypatch.chdir(tmp_path)
-    parser, runner, names = doctest.DocTestParser(), doctest.DocTestRunner(NearlyTheSame()), {}
+    parser = doctest.DocTestParser()
+    runner = doctest.DocTestRunner(NearlyTheSame())
+    names = {}
     blocks = [block for block in TYPED.findall(TUTORIAL.read_text("utf-8")) if block[0] != "text"]
 
     def type_in(first, last):
@@ -157,7 +159,9 @@ def test_the_page_prints_what_it_shows(typist, tmp_path):
     assert [name for name, _ in shares(page)] == ["plain", "key", "orthogonal", *["held"] * 8]
     for (name, here), (_, run) in zip(shares(page), shares(printed), strict=True):
         assert abs(here - run) <= 0.1, name
-    heads, others = (set(re.findall(r"^\S+", of, re.MULTILINE)) for of in (page, printed))
+    heads, others = (
+        set(re.findall(r"^\S+", shown_text, re.MULTILINE)) for shown_text in (page, printed)
+    )
     assert heads <= others
     for variant in ("key:1e-2", "orthogonal"):
         assert f"\n{variant}: undecided with 3 seeds: the gain" in printed

@@ -41,7 +41,7 @@ def test_every_package_of_an_extra_is_pinned():
     pins = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     wanted = [line for extra in EXTRAS.values() for line in extra]
     wanted += [line for part in PARTS.values() for line in part["dependencies"]]
-    wanted += [line for of in LAB_EXTRAS.values() for line in of]
+    wanted += [line for entry in LAB_EXTRAS.values() for line in entry]
     assert names(wanted) - {"wellposed", "wellposed-lab"} <= pins
 
 
@@ -50,7 +50,9 @@ def test_extras_that_messages_name_exist():
         # transformers brings the hub's client
         brought = {**EXTRAS, **LAB_EXTRAS, "lab": PARTS["lab"]["dependencies"]}[extra]
         assert set(packages) - {"huggingface-hub"} <= names(brought), extra
-    every = [line for of in (*LAB_EXTRAS.values(), PARTS["lab"]["dependencies"]) for line in of]
+    every = [
+        line for entry in (*LAB_EXTRAS.values(), PARTS["lab"]["dependencies"]) for line in entry
+    ]
     listed = {package for packages in NAMED_EXTRAS.values() for package in packages}
     assert names(every) - {"wellposed", "wellposed-lab"} <= listed
     files = [path for root in ("src", "lab") for path in (ROOT / root).rglob("*.py")]
@@ -83,7 +85,9 @@ def test_the_citation_is_of_this_version_and_names_every_paper():
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings == ["Unreleased", *(f"{version} - {date}" for version, date in dated)]
     assert citation["license"] == SETTINGS["project"]["license"]
-    firsts = [(of["authors"][0]["family-names"], of["year"]) for of in citation["references"]]
+    firsts = [
+        (entry["authors"][0]["family-names"], entry["year"]) for entry in citation["references"]
+    ]
     papers = {f"{name.lower()}{year}" for name, year in firsts}
     recipes = {path.stem for path in (ROOT / "studies/wellposed_studies").iterdir()}
     assert papers == {"zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020"} <= recipes

@@ -23,7 +23,8 @@ def cli(capsys):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """Texts whose labels nothing tells, and running text."""
-    rng, folder = random.Random(0), tmp_path_factory.mktemp("data")
+    rng = random.Random(0)
+    folder = tmp_path_factory.mktemp("data")
     for name, labels in (("imdb", 2), ("ag_news", 4)):
         (folder / name).mkdir()
         for split, count in (("train", 24), ("valid", 8), ("test", 12)):

@@ -39,7 +39,7 @@ def test_skipped_blocks_return_their_inputs(architecture, options):
 
     first, second, third = states()
     with skipped_blocks(model):
-        assert all(torch.equal(of, first) for of in states())
+        assert all(torch.equal(state, first) for state in states())
     again = states()
     assert torch.equal(again[1], second)
     assert not torch.equal(second, first)
@@ -75,14 +75,16 @@ def test_a_trained_model_needs_the_blocks_that_it_has(variant, layers, tmp_path,
     assert needs_blocks(config, run.folder) is run.needs_blocks is (layers > 0)
 
     def remembering(folder: Path) -> tuple[Any, None]:  # as frozen windows do
-        model, known = load_run_model(folder)[0], {}
+        model = load_run_model(folder)[0]
+        known = {}
 
         def remembered(**batch: torch.Tensor) -> Any:
             key = str(batch["input_ids"])
             known[key] = known[key] if key in known else compute(**batch)
             return known[key]
 
-        compute, model.forward = model.forward, remembered
+        compute = model.forward
+        model.forward = remembered
         return model, None
 
     monkeypatch.setattr(blocks, "load_run_model", remembering)

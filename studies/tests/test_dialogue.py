@@ -102,9 +102,9 @@ CASES += [(parse_personachat, *case) for case in PERSONA_SAYS.items()]
 CASES += [(detect_format, "plain text\n", "1: neither format .* __eou__ .* received 'plain text'")]
 
 
-@pytest.mark.parametrize(("parse", "text", "says"), CASES)
-def test_malformed_lines_are_named(parse, text, says):
-    with pytest.raises(DataError, match=f"x.txt:{says}") as caught:
+@pytest.mark.parametrize(("parse", "text", "message"), CASES)
+def test_malformed_lines_are_named(parse, text, message):
+    with pytest.raises(DataError, match=f"x.txt:{message}") as caught:
         parse(_file(text))
     assert str(caught.value).count("x.txt:") == 1
 
@@ -138,13 +138,13 @@ def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path)
     assert _texts(task)[0] == ("ere !", "hi .")
     assert _texts(task)[1] == (" hi .", "how ar")
     assert task.description()["cut_to_max_tokens"]["train"] == {"contexts": 3, "replies": 2}
-    says = ("max_tokens = 6; raise max_tokens, lower context (the longest", "overflow='cut'")
-    place = "train, dialogue at line 1, context: 17 tokens"
+    message = ("max_tokens = 6; raise max_tokens, lower context (the longest", "overflow='cut'")
+    where = "train, dialogue at line 1, context: 17 tokens"
     with pytest.raises(DataError) as caught:
         _task(data, max_tokens=6, overflow="error")
-    for part in says:
+    for part in message:
         assert part in str(caught.value)
-    assert place in str(caught.value)
+    assert where in str(caught.value)
 
 
 def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path):

@@ -24,7 +24,8 @@ from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, Sizes
 from wellposed_studies.tuning import tune
 
-SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
+SEEDS = (0.80, 0.81, 0.805)
+PLAINER = {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 
 
 def evidence(corpus="ag_news", **changes):

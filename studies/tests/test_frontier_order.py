@@ -21,7 +21,9 @@ def test_the_gain_is_taken_where_the_control_has_half_and_from_the_control_that_
     falling = [0.5, 0.4, 0.25, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0]
     stays = [0.4, 0.4, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0]
     mine = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.0, 0.0]
-    near, far = (curve(f"no blocks, T = {t}", of, of) for t, of in ((30, falling), (100, stays)))
+    near, far = (
+        curve(f"no blocks, T = {t}", column, column) for t, column in ((30, falling), (100, stays))
+    )
     assert [control.half_radius() for control in (near, far)] == [0.01, 0.03]
     ours = [curve(label, mine, mine) for label in ("lipschitz, T = 30", "pre_ln")]
     gains = gains_over_control([*ours, near, far])

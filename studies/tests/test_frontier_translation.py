@@ -37,7 +37,8 @@ def _run(folder, lowest, last):
     return FinishedRun(RunConfig("translation"), folder, results, info={"reason": "diverged"})
 
 
-FLAT, RISEN = 1.0, 1.05
+FLAT = 1.0
+RISEN = 1.05
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def by_stack(value, spread=NEAR):
 
 
 def opposite(measured):
-    of = dict.fromkeys(("adversarial", "measured_over_tight"), measured)
-    return [{"keys": "two opposite", "tight": 1.0, **of}]
+    numbers = dict.fromkeys(("adversarial", "measured_over_tight"), measured)
+    return [{"keys": "two opposite", "tight": 1.0, **numbers}]
 
 
 STEEP = {"upper": 1.0, "lower": 0.9}
@@ -152,7 +152,9 @@ def against_rates(sensitivity, loss):
     """Tests of a capped model whose sensitivity and best loss change by so much."""
     plain = {"sensitivity": tight(0.5), "best": tight(2.5)}
     changes = {"sensitivity": sensitivity, "best": loss}
-    shifted = {name: [of + changes[name] for of in values] for name, values in plain.items()}
+    shifted = {
+        name: [numbers + changes[name] for numbers in values] for name, values in plain.items()
+    }
     shifted["best"][0] += 1e-4
     shifted["sensitivity"][0] += 1e-4
     return loss_by_rate.paired(shifted, plain)
@@ -195,7 +197,8 @@ DEPTHS = Fed(
 INVERSES = Fed(
     inverses.judge_inverses, (errors_at_the_end(),), (errors_at_the_end(dot=(1e-6, 9.0)),)
 )
-GROWN, BOUNDED = ([seeds(2.0)], [0.5]), ([seeds(1.0)], [0.5])
+GROWN = ([seeds(2.0)], [0.5])
+BOUNDED = ([seeds(1.0)], [0.5])
 BLEU = Fed(bleu.compare_variants, translated(2.0), translated(-2.0), lambda result: result[1])
 SCORES = Fed(tables.judge, scores(80.0), scores(60.0))
 VERDICTS = {
@@ -404,13 +407,13 @@ WIDE = ([20.0, 21.0, 19.0, 20.5, 19.5], [22.0, 19.0, 21.0, 18.5, 21.5])
         (
             tables.judge,
             lambda plain, ours: [
-                {of: ours if of == "transject" else plain for of in VARIANTS},
+                {numbers: ours if numbers == "transject" else plain for numbers in VARIANTS},
                 "transject",
                 tables.printed_scores("imdb"),
             ],
         ),
         (
-            lambda *of: bleu.compare_variants(*of)[1],
+            lambda *numbers: bleu.compare_variants(*numbers)[1],
             lambda plain, ours: [
                 "corpus",
                 ["bleu"],

@@ -35,9 +35,11 @@ def test_logits_are_those_of_torchs_lstm_and_do_not_see_the_future():
 
 
 def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight():
-    model, ids = lstm(tie_word_embeddings=False), torch.randint(0, 11, (3, 6))
+    model = lstm(tie_word_embeddings=False)
+    ids = torch.randint(0, 11, (3, 6))
     output = model(input_ids=ids, labels=ids)
-    logits, labels = output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    logits = output.logits[:, :-1].flatten(0, 1)
+    labels = ids[:, 1:].flatten()
     assert torch.allclose(output.loss, torch.nn.functional.cross_entropy(logits, labels))
     output.loss.backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
@@ -57,7 +59,8 @@ def test_what_it_lacks_is_refused():
 
 
 def test_a_saved_model_comes_back(tmp_path):
-    model, ids = lstm().eval(), torch.randint(0, 11, (3, 6))
+    model = lstm().eval()
+    ids = torch.randint(0, 11, (3, 6))
     model.save_pretrained(tmp_path)
     for load in (load_saved_model, AutoModelForCausalLM.from_pretrained):
         assert torch.equal(load(tmp_path)(ids).logits, model(ids).logits)

@@ -23,7 +23,8 @@ def test_both_texts_of_a_pair_move_and_are_read_from_lines_with_a_tab(tmp_path, 
     for variant in ("rezero", "lipschitz-2"):
         run = tmp_path / "out" / variant / "seed-0"
         values = json.loads((run / "certified.json").read_text())
-        certified, attacked = values["certified"], values["attacked"]
+        certified = values["certified"]
+        attacked = values["attacked"]
         assert all(sure <= share for sure, share in zip(certified, attacked, strict=True))
         assert values["examples"] == 6
     model, _ = load_run_model(run)

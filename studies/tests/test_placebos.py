@@ -127,7 +127,7 @@ def test_models_that_learned_nothing_earn_no_verdict(name, kind, sources, outs, 
     monkeypatch.setattr(study.FinishedRun, "settled", True)
     result = verdict(name, outs[kind], sources)
     assert result.holds is None
-    assert any("not judged" in of and "better than a constant" in of for of in result.notes)
+    assert any("not judged" in note and "better than a constant" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(("name", "kind"), rotated(TRAINED, REFUSED))
@@ -144,7 +144,7 @@ def test_models_whose_blocks_do_nothing_earn_no_verdict(
         return
     result = verdict(name, outs[kind], sources)
     assert result.holds is None
-    assert any("not judged" in of and "return their inputs" in of for of in result.notes)
+    assert any("not judged" in note and "return their inputs" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,10 @@ def test_without_the_gate_blocks_that_do_nothing_would_earn_a_verdict(
 
 
 def test_exchanged_attentions_of_random_weights_are_not_confirmed(tmp_path, monkeypatch):
-    other, drawn = {"l2_tied": "dot_product", "dot_product": "l2_tied"}, inverses.random_layer
+    other = {"l2_tied": "dot_product", "dot_product": "l2_tied"}
+    drawn = inverses.random_layer
     monkeypatch.setattr(
-        inverses, "random_layer", lambda of, *size: drawn(other.get(of) or of, *size)
+        inverses, "random_layer", lambda note, *size: drawn(other.get(note) or note, *size)
     )
     assert RECIPES.get("kim2021/figure-3")(Request("mini", tmp_path)).holds is False
 

@@ -71,7 +71,8 @@ def digests(module=MODULE, rules=RULES, recipe="table", trained=True):
 )
 def test_a_change_dates_the_measurement_or_the_judge(old, new, measured, judged):
     assert old in MODULE
-    before, after = digests(), digests(MODULE.replace(old, new))
+    before = digests()
+    after = digests(MODULE.replace(old, new))
     assert [a != b for a, b in zip(before, after, strict=True)] == [measured, judged]
 
 

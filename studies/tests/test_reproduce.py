@@ -107,7 +107,8 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
 ):
     def made(recipe, request):
         request.announce("half way")
-        panel, test = Panel("t", "x", "y"), Criterion("it is larger", seeds=3)
+        panel = Panel("t", "x", "y")
+        test = Criterion("it is larger", seeds=3)
         holds = recipe.name != "kim2021/figure-7"
         return Reproduction([{"a": 1}], [panel], "nothing", holds, criterion=test)
 
@@ -135,7 +136,8 @@ def test_a_papers_name_gives_each_recipe_what_it_reads(tmp_path, monkeypatch, cl
 
     monkeypatch.setattr(Recipe, "__call__", made)
     (tmp_path / "data").mkdir()
-    data, out = str(tmp_path / "data"), str(tmp_path / "out")
+    data = str(tmp_path / "data")
+    out = str(tmp_path / "out")
     words = typed("reproduce zhang2021 --languages en,fr --vectors glove.txt")
     succeed(words, "--data", [data], "--out", [out])
     assert inputs["zhang2021/theorem-2.1"] == (None, None, None)

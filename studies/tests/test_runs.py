@@ -31,7 +31,8 @@ def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path):
     lines = []
     request = Request("toy", tmp_path, announce=lines.append)
     wild = replace(BASE, train=replace(BASE.train, learning_rate=1e30, seed=1))
-    grid, configs = request.runs("grid"), {"a": BASE, "b": wild}
+    grid = request.runs("grid")
+    configs = {"a": BASE, "b": wild}
     planned = [PlannedRun(grid / name, name, config) for name, config in configs.items()]
     first, diverged = train_grid(request, planned)
     assert lines == ["a", "b"]
@@ -97,11 +98,15 @@ def study_runs(folder, **scores):
 
 
 def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path):
-    plain, oc3 = tables.TRANSFORMER, f"{tables.OC3}_at_1e-06"
+    plain = tables.TRANSFORMER
+    oc3 = f"{tables.OC3}_at_1e-06"
 
     def compared(**scores):
         runs = study_runs(tmp_path, **scores)
-        chosen = {of: [r for r in runs if r.variant.startswith(of)] for of in ("post_ln", "oc3")}
+        chosen = {
+            one_label: [r for r in runs if r.variant.startswith(one_label)]
+            for one_label in ("post_ln", "oc3")
+        }
         return tables.compare_variants("corpus", ["bleu"], chosen)
 
     assert compared(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, 25.2, 25.1)})[1] is True

@@ -21,9 +21,9 @@ from wellposed_studies.study import FinishedRun
 @pytest.mark.parametrize("table", ["table-2", "table-3"])
 def test_data_of_another_kind_is_no_reason_for_builtin_data(table, tmp_path):
     (tmp_path / "piano").mkdir()
-    says = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
+    message = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
     options = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         reproduce(f"sengupta2023/{table}", scale="toy", **options)
 
 
@@ -45,10 +45,11 @@ def test_table_5_gives_the_papers_numbers_over_ten(tmp_path):
 
 def test_printed_averages_are_the_means_of_the_printed_tasks():
     tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
-    for place, average in enumerate(trained_models.PAPER["average"]):
-        mean = math.fsum(trained_models.PAPER[task][place] for task in tasks) / 5
+    for index, average in enumerate(trained_models.PAPER["average"]):
+        mean = math.fsum(trained_models.PAPER[task][index] for task in tasks) / 5
         assert mean == pytest.approx(average, abs=0.051)
-    big_bird, synthesizer = 39.3, 89.1
+    big_bird = 39.3
+    synthesizer = 89.1
     assert trained_models.PAPER["lra-listops"][3] - big_bird == pytest.approx(2.9), "printed: 2.3 %"
     rivals = [*trained_models.PAPER["ag_news"][:3], synthesizer]
     assert trained_models.PAPER["ag_news"][4] - max(rivals) == pytest.approx(0.6), "printed: 1.1 %"
@@ -89,7 +90,8 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
 def test_paper_scale_has_the_papers_numbers(tmp_path):
     imdb = trained_models.text_study(Request("paper", tmp_path), "imdb")
     config = trained_models.run_config(imdb, {"data": "x"}, "transject", 0)
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     shape = (model.hidden_size, model.num_hidden_layers, model.num_experts, model.pooling)
     assert shape == (512, 6, 4, "mean")
     adam = (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_epsilon)
@@ -198,7 +200,7 @@ def test_a_transformer_that_contradicts_alone_is_judged_alone(
         }
 
     monkeypatch.setattr(layers, "_measured", measured)
-    monkeypatch.setattr(layers, "figure_studies", lambda of: [layers.text_study(of, "imdb")])
+    monkeypatch.setattr(layers, "figure_studies", lambda asked: [layers.text_study(asked, "imdb")])
     judged = []
     monkeypatch.setattr(layers, "judged", lambda *arguments, **_: judged.extend(arguments[4:6]))
     layers.figure_3a(Request("toy", tmp_path))

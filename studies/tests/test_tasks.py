@@ -17,7 +17,8 @@ DRAWN |= {"pathfinder": {"num_train": 6, "num_valid": 2, "num_test": 2}, "image"
 @pytest.mark.parametrize("name", ["listops", "marked", "image"])
 def test_a_drawn_task_holds_what_it_says(name):
     task = build_task(name, DRAWN[name])
-    kwargs, described = task.model_kwargs(), json.loads(json.dumps(task.description()))
+    kwargs = task.model_kwargs()
+    described = json.loads(json.dumps(task.description()))
     assert described["task"] == name
     assert "sha256" in json.dumps(described)
     assert task.headline in task.reference()
@@ -50,7 +51,7 @@ DRAWN_HERE = ": says what is drawn, no effect on"
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("listops", {"data": "a.tsv", "max_args": 4}, f"max_args{DRAWN_HERE}"),
         ("listops", {"data": "a.tsv", "num_train": 9}, f"num_train{DRAWN_HERE}"),
@@ -60,6 +61,6 @@ DRAWN_HERE = ": says what is drawn, no effect on"
         ("retrieval", {"max_length": -1, "num_train": 0}, "(?s)max_length = -1, .*num_train = 0"),
     ],
 )
-def test_options_without_an_effect_are_refused(name, options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_options_without_an_effect_are_refused(name, options, message):
+    with pytest.raises(ConfigError, match=message):
         build_task(name, options)

@@ -31,7 +31,8 @@ def test_without_a_diagonal_a_row_grows_as_the_distance_of_its_token():
 
 @pytest.mark.parametrize("spectrum", sengupta._SCALES)
 def test_the_attained_slope_is_below_the_jacobian_and_what_is_proved(spectrum):
-    width, layers = 5, 3
+    width = 5
+    layers = 3
     row = sengupta._of_theorem_2(width, layers, spectrum)
     x = torch.eye(width, dtype=torch.float64)
     x[0, 0] = sengupta._RAISED + sengupta._STEP / 2
@@ -56,7 +57,8 @@ def test_the_attained_slope_is_below_the_jacobian_and_what_is_proved(spectrum):
 
 
 def test_lemma_f_2_is_attained_where_its_proof_says():
-    count, width = 10, 3
+    count = 10
+    width = 3
     c = phi_inverse(count - 1.0)
     signs = torch.ones(count - 1, dtype=torch.float64)
     signs[::2] = -1

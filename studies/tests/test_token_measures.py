@@ -18,7 +18,8 @@ METRICS = ["euclidean", "cosine", "dot"]
 
 
 def distance(first, second, metric):
-    a, b = first.double(), second.double()
+    a = first.double()
+    b = second.double()
     if metric == "euclidean":
         return math.sqrt(sum((u - v) ** 2 for u, v in zip(a.tolist(), b.tolist(), strict=True)))
     inner = sum(u * v for u, v in zip(a.tolist(), b.tolist(), strict=True))
@@ -30,7 +31,7 @@ def test_eq_5_with_padding(metric):
     states = [torch.randn(2, 6, 4) for _ in range(3)]
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     factors = activation_factors(states, mask, metric=metric)
-    for layer, of in zip(states[1:], factors, strict=True):
+    for layer, factor in zip(states[1:], factors, strict=True):
         for index, length in enumerate((6, 4)):
             pairs = [(i, j) for i in range(length) for j in range(length) if i != j]
             expected = statistics.fmean(
@@ -38,11 +39,12 @@ def test_eq_5_with_padding(metric):
                 / distance(states[0][index][i], states[0][index][j], metric)
                 for i, j in pairs
             )
-            assert of[index] == pytest.approx(expected, rel=1e-9)
+            assert factor[index] == pytest.approx(expected, rel=1e-9)
 
 
 def test_sampled_pairs_estimate_the_mean():
-    states, mask = [torch.randn(20, 30, 8), torch.randn(20, 30, 8)], torch.ones(20, 30)
+    states = [torch.randn(20, 30, 8), torch.randn(20, 30, 8)]
+    mask = torch.ones(20, 30)
     (exact,) = activation_factors(states, mask)
     drawn, again, other = (
         activation_factors(states, mask, pairs=100, seed=seed)[0] for seed in (1, 1, 2)
@@ -58,8 +60,8 @@ def test_pairs_without_a_ratio_are_left_out():
     assert activation_factors([x, 3 * x], mask) == [[3.0]]
     x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
     y = x * torch.tensor([[[0.0], [1.0], [1.0]]])
-    (of,) = activation_factors([x, y], torch.ones(1, 3), metric="cosine")
-    assert of == pytest.approx([1.0])
+    (factor,) = activation_factors([x, y], torch.ones(1, 3), metric="cosine")
+    assert factor == pytest.approx([1.0])
     with pytest.raises(ConfigError, match="two real tokens"):
         activation_factors([x, y], torch.tensor([[1, 0, 0]]))
 
@@ -70,7 +72,8 @@ def test_divergence_is_named_and_padding_may_hold_anything(metric, pairs):
     x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0))
     diverged = x.clone()
     diverged[1, 0] = math.inf
-    states, by = [x, 2 * x, diverged], {"metric": metric, "pairs": pairs}
+    states = [x, 2 * x, diverged]
+    by = {"metric": metric, "pairs": pairs}
     with pytest.raises(ConvergenceError, match="sequence 1"):
         activation_factors(states, torch.ones(2, 4), **by)
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
@@ -84,7 +87,8 @@ def test_divergence_is_named_and_padding_may_hold_anything(metric, pairs):
 
 def test_token_distances_keep_near_tokens_apart():
     x = torch.tensor([[[1000.0, 0.0], [1000.001, 0.0], [0.0, 0.0]]])
-    (near,), (cosine,) = token_distances([x]), token_distances([x], "cosine")
+    (near,) = token_distances([x])
+    (cosine,) = token_distances([x], "cosine")
     assert near[0, 0, 1].item() == pytest.approx(float(x[0, 1, 0]) - 1000.0, rel=1e-9)
     assert cosine[0, 0, 1] == 0.0
     assert cosine[0, 0, 2].isnan()

@@ -32,7 +32,8 @@ def language_models(monkeypatch, nll, deep, *, pairs=2.5, level=True):
 
     def trained(request, group, kinds, sizes):
         del request, group
-        both, reference = ("nats_per_char,test", "nats_per_char,valid"), {"nats_per_char": ENTROPY}
+        both = ("nats_per_char,test", "nats_per_char,valid")
+        reference = {"nats_per_char": ENTROPY}
         runs = []
         for kind, depth, seed in itertools.product(kinds, sizes.depths, range(sizes.seeds)):
             value = (deep if depth == sizes.depths[-1] else nll)[kind] + seed / 1000
@@ -93,7 +94,8 @@ def five_models(monkeypatch, metric, values, *, level=True):
         for seed, (index, variant) in itertools.product(
             range(study.sizes.seeds), enumerate(values)
         ):
-            reached, names = {}, (f"{metric},test", f"{metric},valid")
+            reached = {}
+            names = (f"{metric},test", f"{metric},valid")
             if (value := values[variant]) is not None:
                 reached = dict.fromkeys(names, value + (seed + 1e-2 * (index + seed) ** 2) / 1000)
             constant = {metric: 0.5 if metric == "accuracy" else 900.0}
@@ -159,7 +161,9 @@ def test_ablations_are_beside_the_whole_model_of_the_same_seed(
         less = changes if study.name.endswith(("1", "0")) else (0.0, 0.0, 0.0)
         values = [dict.fromkeys(ACCURACIES, 0.7 + seed / 100 + less[seed]) for seed in range(3)]
         task = "text_classification"
-        return None, [finished(task, variants[0], of, seed=n) for n, of in enumerate(values)]
+        return None, [
+            finished(task, variants[0], one_value, seed=n) for n, one_value in enumerate(values)
+        ]
 
     monkeypatch.setattr(sengupta, "train_study", trained)
     monkeypatch.setattr(sengupta, "tuned_study", lambda request, study, task, variants: study)

@@ -100,7 +100,7 @@ def against(gain):
 
 def of_places(gain):
     signs = {"key": 1, "query": 1, "key+query": -mcgrath.LEAST_LOSS / mcgrath.LEAST}
-    return ({place: against(sign * gain) for place, sign in signs.items()},)
+    return ({one_column: against(sign * gain) for one_column, sign in signs.items()},)
 
 
 def scored(gain, column="imdb"):

@@ -36,15 +36,16 @@ def test_cases_are_attacked_and_hold(number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", range(len(ACCEPTED)), ids=lambda n: f"{ACCEPTED[n][0].__name__}-{n}"
+    "index", range(len(ACCEPTED)), ids=lambda n: f"{ACCEPTED[n][0].__name__}-{n}"
 )
-def test_every_sample_is_attacked_and_holds(place):
+def test_every_sample_is_attacked_and_holds(index):
     """Attack each class with a rule alone, in one of its norms, on a ball if it needs one."""
-    kind, sample = ACCEPTED[place]
-    torch.manual_seed(place)
-    norm, tokens = sample.norms[place % len(sample.norms)], sample.tokens or 4
+    kind, sample = ACCEPTED[index]
+    torch.manual_seed(index)
+    norm = sample.norms[index % len(sample.norms)]
+    tokens = sample.tokens or 4
     radius = 2.0 if sample.needs_ball else None
-    case = Case(place, 0, (kind.__name__,), sample.build(8), norm, tokens, 8, radius)
+    case = Case(index, 0, (kind.__name__,), sample.build(8), norm, tokens, 8, radius)
     outcome = attacked(case)
     assert outcome.bounded
     assert not outcome.violates

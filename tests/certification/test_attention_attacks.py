@@ -15,7 +15,9 @@ from wellposed.nn import (
     L2SelfAttention,
 )
 
-WIDTH, HEADS, TOKENS = 8, 2, 4
+WIDTH = 8
+HEADS = 2
+TOKENS = 4
 FORMS = {
     "dot product": (DotProductAttention, {}, 1.5),
     "over d": (InverseDAttention, {}, 1.5),

@@ -18,7 +18,8 @@ def trained(options, *, is_compiled):
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), torch.randn(4, 8)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    x = torch.randn(4, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     handle = constrain_(model, optimizer, where="*weight", **options)
     step = torch.compile(optimizer.step, backend="aot_eager") if is_compiled else optimizer.step

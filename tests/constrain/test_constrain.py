@@ -70,7 +70,8 @@ def test_attaching_moves_to_the_nearest_and_says_how_far(to, dtype):
     before = {name: getattr(model, name).weight.detach().double().clone() for name in NAMES}
     for row in held(model=model, to=to)[2].report.rows:
         name = row.path.removesuffix(".weight")
-        start, after = before[name], getattr(model, name).weight.detach().double()
+        start = before[name]
+        after = getattr(model, name).weight.detach().double()
         assert torch.allclose(after, nearest(start, to), atol=1e-5)
         assert (row.shape, row.size) == (tuple(start.shape), 1.0)
         assert row.moved_frobenius == pytest.approx(
@@ -176,7 +177,9 @@ def test_spectral_holds_every_matrix_of_the_layers_by_default(name, caplog):
         assert "unconstrained inside the layers: model.layers.0.mlp.gate.weight" in caplog.text
     else:
         assert "every matrix of the layers; unconstrained: " in caplog.text
-    assert handle.paths == tuple(place.label for place in select_weights(model, where="layers"))
+    assert handle.paths == tuple(
+        weight_slice.label for weight_slice in select_weights(model, where="layers")
+    )
     for key, value in model.named_parameters():
         is_layer = any(part in key for part in (".layer", ".h.", "self_attn", "linear"))
         is_matrix = is_layer and value.ndim > 1 and ".gate." not in key

@@ -73,7 +73,8 @@ def test_a_step_is_that_of_each_matrix_alone(name, to):
         both.copy_(torch.randn_like(both))
     constrain_(model, optimizer, f"{path}[[]*", to=to)
     dtype = torch.float64 if to == "orthogonal" else torch.float32
-    expected, goals = both.detach().to(dtype), torch.randn_like(both)
+    expected = both.detach().to(dtype)
+    goals = torch.randn_like(both)
     for _ in range(2):
         both.grad = both.detach() - goals
         optimizer.step()

@@ -12,7 +12,8 @@ MASKED = {
     "-inf": -math.inf, "lowest": LOWEST, "lowest / 8": LOWEST / 8, "half": -65504.0, "-1e9": -1e9, "-1e4": -1e4,
     "-1e3": -1e3,
 }  # fmt: skip
-REAL, PADDED = 6, 3
+REAL = 6
+PADDED = 3
 TOKENS = REAL + PADDED
 
 

@@ -39,7 +39,8 @@ def test_products_are_half_squared_distances_up_to_a_number_of_the_query(
             if padding is not None and bool(padding[batch, 0, j]):
                 assert value < -1e7
                 continue
-            q, k = query[batch, head, i].double() - m, key[batch, group, j].double() - m
+            q = query[batch, head, i].double() - m
+            k = key[batch, group, j].double() - m
             assert value == pytest.approx(float(q @ k - k @ k / 2), rel=tolerance, abs=tolerance)
 
 

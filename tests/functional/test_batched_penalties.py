@@ -65,10 +65,10 @@ def test_tensors_of_several_kinds_are_joined_by_kind():
     frozen = KINDS["tall"]()
     batches = [batch.detach().requires_grad_() for batch in batches] + [frozen]
     results = batched_gram_penalties(batches, **OPTIONS)
-    assert sorted(place for places, _ in results for place in places) == list(range(len(batches)))
+    assert sorted(index for places, _ in results for index in places) == list(range(len(batches)))
     for places, values in results:
-        assert len({tuple(batches[place].shape[1:]) for place in places}) == 1
-        expected = torch.cat([slow_values(batches[place], True, "columns") for place in places])
+        assert len({tuple(batches[index].shape[1:]) for index in places}) == 1
+        expected = torch.cat([slow_values(batches[index], True, "columns") for index in places])
         torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
         assert values.requires_grad == (places != [len(batches) - 1])
 

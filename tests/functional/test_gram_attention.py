@@ -8,7 +8,10 @@ import torch
 from wellposed.errors import ShapeError
 from wellposed.functional import folding_pays, gram_attention
 
-B, N, D, E = 2, 3, 4, 5
+B = 2
+N = 3
+D = 4
+E = 5
 
 
 def sigma_of(kind, tokens=N):

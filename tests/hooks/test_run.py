@@ -18,7 +18,8 @@ class Restless(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.linear = nn.Linear(3, 3)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, *, fail=False):
@@ -64,7 +65,8 @@ def test_ways_of_calling_a_model():
         def forward(self, x, y=1.0):
             return x + y
 
-    model, x = Add(), torch.ones(1, 2)
+    model = Add()
+    x = torch.ones(1, 2)
     for batch, expected in [
         (x, 2.0),
         ((x, 2 * x), 3.0),

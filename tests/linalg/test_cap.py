@@ -108,7 +108,8 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(shape, dtype):
 @pytest.mark.parametrize("excess", [1.01, 1.1, 4.0, 1e4])
 @pytest.mark.parametrize("shape", [(20, 20), (7, 90), (140, 133)])
 def test_the_nearest_matrix_of_the_set_when_asked_for(shape, excess, dtype):
-    weights, nearest = [], []
+    weights = []
+    nearest = []
     for kind in SPECTRA:
         left, values, right = matrix(kind, shape, excess)
         weights.append(((left * values) @ right).to(dtype))

@@ -59,8 +59,8 @@ def test_conditions_of_any_size_in_one_stack(scale):
         away = torch.linalg.matrix_norm(factor - weight.double() / scale)
         distance = torch.linalg.vector_norm(values / scale - 1.0)
         assert float(away) == pytest.approx(float(distance), rel=PRODUCTS)
-    for place, condition in enumerate((1.0, 1e2, 1e4, 1e5)):
-        off = torch.linalg.matrix_norm(factors[place] - slow_polar(stack[place]), 2)
+    for index, condition in enumerate((1.0, 1e2, 1e4, 1e5)):
+        off = torch.linalg.matrix_norm(factors[index] - slow_polar(stack[index]), 2)
         # the Gram matrix of the first step squares the condition
         assert float(off) <= PRODUCTS + condition**2 * torch.finfo(torch.float64).eps
 

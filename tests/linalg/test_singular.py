@@ -96,7 +96,8 @@ def test_small_matrices_of_any_shape_and_scale(rows, cols, scale, seed):
 
 
 def test_same_number_every_time_and_the_random_state_is_untouched():
-    weight, state = torch.randn(100, 80, requires_grad=True), torch.get_rng_state()
+    weight = torch.randn(100, 80, requires_grad=True)
+    state = torch.get_rng_state()
     first = largest_singular_value(weight)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)

@@ -84,7 +84,8 @@ def test_some_layers_alone_are_refused():
 
 
 def test_evaluation_runs_every_layer_once():
-    model, calls = build(models.TransJectForCausalLM).eval(), []
+    model = build(models.TransJectForCausalLM).eval()
+    calls = []
     model.activation_checkpointing_enable()
     model.model.stack.layers[0].register_forward_hook(lambda *_: calls.append(1))
     model(input_ids=IDS, labels=IDS).loss.backward()
@@ -129,7 +130,8 @@ def with_statistics():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_statistics_of_a_part_advance_once_a_step(way):
-    plain, model = with_statistics(), with_statistics()
+    plain = with_statistics()
+    model = with_statistics()
     model.activation_checkpointing_enable(way or None)
     for _ in range(2):
         loss, gradients, _ = step(plain, {"labels": IDS})

@@ -9,7 +9,9 @@ from tests.support.layers import allowed_by_loop, built, draw
 
 from wellposed import nn as wn
 
-D, H, N = 8, 2, 6
+D = 8
+H = 2
+N = 6
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 2 + [False] * 4])
 
 
@@ -31,7 +33,8 @@ def inside(tokens):
 
 def dot_product(layer, state, h, q, k, v):
     if layer.q_norm is not None:
-        q, k = normed(q, state["q_norm.weight"]), normed(k, state["k_norm.weight"])
+        q = normed(q, state["q_norm.weight"])
+        k = normed(k, state["k_norm.weight"])
     return q @ k.mT / math.sqrt(layer.head_dim), v
 
 
@@ -49,7 +52,8 @@ def ball(layer, state, h, q, k, v):
 
 def turned(tokens):
     """Each pair (entry i, entry i + d/2) of token p as a complex number, turned by p 10000^(-2i/d)."""
-    n, half = tokens.shape[-2], tokens.shape[-1] // 2
+    n = tokens.shape[-2]
+    half = tokens.shape[-1] // 2
     angles = torch.arange(n)[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
     pairs = torch.complex(tokens[..., :half], tokens[..., half:])
     pairs = pairs * torch.polar(torch.ones_like(angles), angles)
@@ -82,7 +86,8 @@ def reference(layer, x, memory, allowed):
     state = {name: weight.detach().double() for name, weight in layer.state_dict().items()}
     formula = FORMULAS[type(layer)]
     if formula is ball:
-        x, memory = inside(x), inside(memory)
+        x = inside(x)
+        memory = inside(memory)
 
     def heads_of(name, tokens):
         if f"{name}.weight" not in state:  # a tied layer has no keys
@@ -155,7 +160,8 @@ CROSS = {
 @pytest.mark.parametrize("memory_dim", [None, 5])
 def test_cross_attentions_are_their_formulas(kind, settings, memory_dim):
     layer = built(kind, D, H, memory_dim=memory_dim, **settings)
-    x, memory = draw(2, 4, D), draw(2, 7, memory_dim or D, seed=2)
+    x = draw(2, 4, D)
+    memory = draw(2, 7, memory_dim or D, seed=2)
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, 5:] = True
     expected = reference(layer, x, memory, ~padding[:, None, :])

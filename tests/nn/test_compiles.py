@@ -11,7 +11,9 @@ import wellposed.nn as wn
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
-D, H, N = 8, 2, 5
+D = 8
+H = 2
+N = 5
 PADDING = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
 
 

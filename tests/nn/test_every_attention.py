@@ -10,7 +10,9 @@ from tests.support.layers import built, draw, gradients_are_right
 
 from wellposed import nn as wn
 
-D, H, N = 8, 2, 6
+D = 8
+H = 2
+N = 6
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [True] * 3 + [False] * 3])
 FORMS = {
     "dot product": (wn.DotProductAttention, {}),
@@ -56,7 +58,8 @@ class GrowingCache:
 @every
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padding_changes_nothing(name, is_causal):
-    layer, x = build(name), tokens(batch=1, n=4)
+    layer = build(name)
+    x = tokens(batch=1, n=4)
     padded = torch.cat([x, tokens(batch=1, n=3, size=50.0)], 1)
     mask = torch.tensor([[False] * 4 + [True] * 3, [False] * 7])
     out = layer(
@@ -69,7 +72,8 @@ def test_padding_changes_nothing(name, is_causal):
 
 @every
 def test_a_finished_mask_is_the_same_as_what_it_is_made_of(name):
-    layer, x = build(name), tokens()
+    layer = build(name)
+    x = tokens()
     mask = wn.attention_mask(PADDING, True, N, N, x.device)
     expected = layer(x, key_padding_mask=PADDING, is_causal=True)
     within(layer(x, key_padding_mask=mask), expected, 1e-12)
@@ -77,7 +81,8 @@ def test_a_finished_mask_is_the_same_as_what_it_is_made_of(name):
 
 @every
 def test_no_gradient_comes_from_a_later_token(name):
-    layer, x = build(name), tokens().requires_grad_()
+    layer = build(name)
+    x = tokens().requires_grad_()
     (gradient,) = torch.autograd.grad(layer(x, is_causal=True)[:, :3].square().sum(), x)
     assert gradient[:, 3:].abs().max() == 0
     assert (gradient[:, :3].abs().sum((0, 2)) > 0).all()
@@ -87,11 +92,15 @@ def test_no_gradient_comes_from_a_later_token(name):
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 @pytest.mark.parametrize("steps", [(1, 1, 1, 1, 1, 1), (3, 1, 2)])
 def test_a_cache_in_any_portions_changes_nothing(name, padding, steps):
-    layer, x, cache = build(name), tokens(), GrowingCache()
+    layer = build(name)
+    x = tokens()
+    cache = GrowingCache()
     expected = layer(x, key_padding_mask=padding, is_causal=True)
-    pieces, end = [], 0
+    pieces = []
+    end = 0
     for step in steps:
-        start, end = end, end + step
+        start = end
+        end = end + step
         mask = None if padding is None else padding[:, :end]
         pieces.append(layer(x[:, start:end], key_padding_mask=mask, is_causal=True, cache=cache))
     within(torch.cat(pieces, 1), expected, 1e-12)
@@ -100,7 +109,8 @@ def test_a_cache_in_any_portions_changes_nothing(name, padding, steps):
 @every
 @pytest.mark.parametrize("length", [N, 0])
 def test_a_sequence_of_padding_alone_is_finite_in_both_directions(name, length):
-    layer, x = build(name), tokens(n=length).requires_grad_()
+    layer = build(name)
+    x = tokens(n=length).requires_grad_()
     mask = torch.tensor([[True], [False]]).expand(2, length)
     for is_causal in (False, True):
         out = layer(x, key_padding_mask=mask, is_causal=is_causal)
@@ -112,7 +122,8 @@ def test_a_sequence_of_padding_alone_is_finite_in_both_directions(name, length):
 @undivided
 def test_low_precision_stays_near_float64(name):
     """Projections, logits, sums and output are each rounded a few times, of D terms at most."""
-    layer, x = build(name), tokens()
+    layer = build(name)
+    x = tokens()
     expected = layer(x, key_padding_mask=PADDING, is_causal=True)
     for dtype, unit in ((torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-9)):
         got = layer.to(dtype)(x.to(dtype), key_padding_mask=PADDING, is_causal=True)
@@ -122,7 +133,8 @@ def test_low_precision_stays_near_float64(name):
 
 @every
 def test_autocast_stays_near_float32(name):
-    layer, x = build(name).float(), tokens().float()
+    layer = build(name).float()
+    x = tokens().float()
     expected = layer(x, key_padding_mask=PADDING)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x, key_padding_mask=PADDING)
@@ -133,7 +145,8 @@ def test_autocast_stays_near_float32(name):
 
 @undivided
 def test_gradcheck(name):
-    layer, x = build(name), tokens(n=3).requires_grad_()
+    layer = build(name)
+    x = tokens(n=3).requires_grad_()
     assert gradients_are_right(layer, x, key_padding_mask=PADDING[:, 1:4])
 
 
@@ -143,7 +156,9 @@ across = pytest.mark.parametrize("kind", CROSS)
 
 @across
 def test_a_memory_is_read_without_its_padding_and_once(kind):
-    layer, x, memory = built(kind, D, H, memory_dim=5), tokens(n=3), draw(2, 7, 5, seed=2)
+    layer = built(kind, D, H, memory_dim=5)
+    x = tokens(n=3)
+    memory = draw(2, 7, 5, seed=2)
     padding = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
     out = layer(x, memory, key_padding_mask=padding)
     within(out[:1], layer(x[:1], memory[:1, :5]), 1e-12)
@@ -155,7 +170,8 @@ def test_a_memory_is_read_without_its_padding_and_once(kind):
 
 @across
 def test_a_memory_of_padding_alone_gives_the_bias(kind):
-    layer, x = built(kind, D, H, bias=True), tokens(n=3).requires_grad_()
+    layer = built(kind, D, H, bias=True)
+    x = tokens(n=3).requires_grad_()
     out = layer(x, tokens(), key_padding_mask=torch.ones(2, N, dtype=torch.bool))
     within(out, layer.o_proj.bias.expand_as(out), 1e-12)
     (gradient,) = torch.autograd.grad(out.square().sum(), x)

@@ -25,7 +25,8 @@ def attention_block(c, seed=0, **options):
 
 def reference(module, x, **options):
     """Logarithms of the singular values of each example's Jacobian, which is built row by row."""
-    x, values = x.detach().requires_grad_(), []
+    x = x.detach().requires_grad_()
+    values = []
     for index, outputs in enumerate(module(x, **options).flatten(1)):
         rows = [torch.autograd.grad(y, x, retain_graph=True)[0][index].flatten() for y in outputs]
         values.append(torch.linalg.svdvals(torch.stack(rows)).log().sum())
@@ -69,7 +70,8 @@ def test_probes_estimate_the_series_with_their_standard_error():
 
 @pytest.mark.slow
 def test_gradients_equal_those_of_the_exact_route():
-    block, x = attention_block(0.5), X.clone().requires_grad_()
+    block = attention_block(0.5)
+    x = X.clone().requires_grad_()
     inputs = [x, block.get_parameter("f.q_proj.weight"), block.get_parameter("f.o_proj.weight")]
     both = (block.log_abs_det(x, method=m, terms=60).value.sum() for m in ("exact", "series"))
     exact, series = (torch.autograd.grad(value, inputs) for value in both)
@@ -101,7 +103,8 @@ def test_float32_autocast_and_rows():
 
 
 def test_refusals_are_those_of_the_inverse_or_name_the_size():
-    block, large = attention_block(0.5), torch.zeros(64, 200, 8)
+    block = attention_block(0.5)
+    large = torch.zeros(64, 200, 8)
     drops = InvertibleResidual(nn.Sequential(nn.Dropout(0.1), nn.Tanh()), lipschitz=0.6)
     same = InvertibleResidual(nn.Identity(), lipschitz=0.5)
     turned = InvertibleResidual(nn.Linear(6, 6, dtype=torch.cfloat), lipschitz=0.5)

@@ -12,7 +12,9 @@ from wellposed import nn as wn
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import isometry_error
 
-D, E, N = 6, 2, 5
+D = 6
+E = 2
+N = 5
 
 
 def spectrum(**options):
@@ -46,7 +48,8 @@ def test_is_the_true_spectrum_in_the_basis_of_eigenvectors():
 
 
 def test_padding_enters_nothing():
-    module, x = spectrum(), torch.randn(1, 9, D, dtype=torch.float64)
+    module = spectrum()
+    x = torch.randn(1, 9, D, dtype=torch.float64)
     padding = torch.zeros(1, 9, dtype=torch.bool)
     padding[0, 5:] = True
     assert_close(module(x, key_padding_mask=padding), module(x[:, :5]), rtol=1e-12, atol=0)
@@ -56,7 +59,8 @@ def test_padding_enters_nothing():
 
 @pytest.mark.parametrize("normalization", ["max", "trace"])
 def test_causal_sigma_is_that_of_the_prefix(normalization):
-    module, x = spectrum(normalization=normalization), torch.randn(2, 5, D, dtype=torch.float64)
+    module = spectrum(normalization=normalization)
+    x = torch.randn(2, 5, D, dtype=torch.float64)
     sigma = module(x, is_causal=True)
     for t in range(5):
         assert_close(sigma[:, t], module(x[:, : t + 1]), rtol=1e-12, atol=0)
@@ -75,7 +79,8 @@ def test_half_precision_sums_do_not_stall():
 
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens):
-    module, x = spectrum(), torch.randn(2, tokens, D, dtype=torch.float64)
+    module = spectrum()
+    x = torch.randn(2, tokens, D, dtype=torch.float64)
     basis = module.basis.weight.mT
     parts = []
     for sample in x:
@@ -88,14 +93,16 @@ def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens):
 
 
 def test_reconstruction_loss_is_float32_under_autocast():
-    module, x = wn.GramSpectrum(D), torch.randn(2, 20, D)
+    module = wn.GramSpectrum(D)
+    x = torch.randn(2, 20, D)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = module.reconstruction_loss(x)
     assert torch.equal(under, module.reconstruction_loss(x))
 
 
 def test_reconstruction_loss_cannot_be_won_by_growing():
-    module, x = spectrum(), torch.randn(1, 20, D, dtype=torch.float64)
+    module = spectrum()
+    x = torch.randn(1, 20, D, dtype=torch.float64)
     with torch.no_grad():
         module.basis.weight.mul_(3)
     assert module.reconstruction_loss(x) > 1
@@ -124,7 +131,8 @@ def test_distinct_pairs_get_distinct_vectors(position):
     distances = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)
     assert distances.min() > 1e-3
     # A sum of the two, as usual, is no injection: pick the positions so that it collides.
-    token, code = vectors[0, :4], vectors[0, 4:]
+    token = vectors[0, :4]
+    code = vectors[0, 4:]
     first = module(torch.zeros(1, 1, dtype=torch.long))[0, 0].double()
     assert torch.equal(first, torch.cat([token, code]))
 
@@ -192,7 +200,8 @@ def test_no_sample_gives_no_sample(options):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causal):
-    stack, x = make(is_causal=is_causal), torch.randn(2, N, D)
+    stack = make(is_causal=is_causal)
+    x = torch.randn(2, N, D)
     padding = torch.tensor([[False] * N, [True] * N])
     with pytest.raises(ShapeError, match=r"1 of 2 samples are padding alone \(rows \[1\]"):
         stack(x, key_padding_mask=padding)
@@ -224,7 +233,8 @@ def test_block_says_what_does_not_fit(x, sigma, gates):
 
 
 def test_a_causal_block_takes_one_or_many():
-    block, x = wn.TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
+    block = wn.TransJectBlock(D, 2, num_experts=E).eval()
+    x = torch.randn(4, N, D)
     for sigma in ((D,), (4, D), (4, N, D)):
         for gates in ((4, E), (4, N, E)):
             output, *_ = block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)
@@ -237,9 +247,11 @@ def test_stack_says_how_many_gates_are_missing():
 
 
 def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex():
-    stack, x = make().double(), torch.randn(2, N, D, dtype=torch.float64)
+    stack = make().double()
+    x = torch.randn(2, N, D, dtype=torch.float64)
     out = stack(x)
-    y, gates = out.last_hidden_state.detach(), [gate.detach() for gate in out.gates]
+    y = out.last_hidden_state.detach()
+    gates = [gate.detach() for gate in out.gates]
     with pytest.raises(ShapeError, match=r"received gates \(2, 1\)"):
         stack.inverse(y, out.sigma, [gate[:, :1] for gate in gates])
     for wrong in (y[..., 1:], y[0]):
@@ -253,8 +265,10 @@ def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex():
 
 @pytest.mark.parametrize("options", [{}, {"spectrum": "random"}])
 def test_a_cache_is_of_as_many_sequences(options):
-    stack, x = make(is_causal=True, **options), torch.randn(3, N, D)
-    cache, one = wn.TransJectCache(), wn.TransJectCache()
+    stack = make(is_causal=True, **options)
+    x = torch.randn(3, N, D)
+    cache = wn.TransJectCache()
+    one = wn.TransJectCache()
     stack(x[:2], cache=cache)
     with pytest.raises(ShapeError, match="received 3 sequences, but the cache is for 2"):
         stack(x, cache=cache)
@@ -285,7 +299,8 @@ def test_embedding_says_which_ids_and_positions_it_takes(position):
 
 
 def test_positions_that_are_hooked_are_called():
-    module, calls = wn.InjectiveEmbedding(5, D, max_positions=4), []
+    module = wn.InjectiveEmbedding(5, D, max_positions=4)
+    calls = []
     expected = module(torch.tensor([[1, 2]]))
     module.position.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(module(torch.tensor([[1, 2]])), expected)

@@ -7,7 +7,8 @@ from wellposed.certification import certify
 
 from .sample import MAX_TOKENS
 
-WIDTH, LAYERS = 16, 2
+WIDTH = 16
+LAYERS = 2
 
 
 def _torch_encoder(*, norm_first):

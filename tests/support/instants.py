@@ -21,7 +21,8 @@ class OnPurposeError(RuntimeError):
 class _AtOperation(TorchDispatchMode):
     def __init__(self, number):
         super().__init__()
-        self.number, self.count = number, 0
+        self.number = number
+        self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
@@ -33,7 +34,8 @@ class _AtOperation(TorchDispatchMode):
 @functools.cache
 def lines_that_look(code):
     """Lines at which Python looks for signals: at calls, at entries and in loops."""
-    lines, line = set(), code.co_firstlineno
+    lines = set()
+    line = code.co_firstlineno
     for step in dis.get_instructions(code):
         line = step.starts_line or line
         if step.opname.startswith(_LOOKS):
@@ -46,10 +48,10 @@ def exits(code):
     """Offsets at which a ``with`` block calls ``__exit__``; Python looks for no signal before that call."""
     steps = [*dis.get_instructions(code)]
     nothing = [step.opname == "LOAD_CONST" and step.argval is None for step in steps]
-    calls = {place for place in range(len(steps)) if nothing[place : place + 3] == [True] * 3}
+    calls = {index for index in range(len(steps)) if nothing[index : index + 3] == [True] * 3}
     # A value that the block returns is put under the call's arguments first.
-    swaps = {place - 1 for place in calls if steps[place - 1].opname == "SWAP"}
-    return {steps[place].offset for place in calls | swaps}
+    swaps = {index - 1 for index in calls if steps[index - 1].opname == "SWAP"}
+    return {steps[index].offset for index in calls | swaps}
 
 
 def operations(call):
@@ -66,7 +68,8 @@ def at_operation(call, number):
 
 def traced(call, number=0):
     """Run a call with Ctrl-C before its k-th visit of a line; return the places visited."""
-    places, printed = [], []
+    places = []
+    printed = []
 
     def lines(frame, event, _):
         code = frame.f_code
@@ -94,8 +97,8 @@ def traced(call, number=0):
 
 def chosen(places, most):
     """Numbers of the first and last visit of each line, at most ``most`` of them, evenly."""
-    first = {place: number for number, place in reversed([*enumerate(places, 1)])}
-    last = {place: number for number, place in enumerate(places, 1)}
+    first = {index: number for number, index in reversed([*enumerate(places, 1)])}
+    last = {index: number for number, index in enumerate(places, 1)}
     numbers = sorted({*first.values(), *last.values()})
     return numbers[:: max(1, -(-len(numbers) // most))]
 

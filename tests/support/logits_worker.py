@@ -18,7 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from wellposed.constrain import constrain_
 
-WORLD, STEPS = 2, 5
+WORLD = 2
+STEPS = 5
 KINDS = ("single", "ddp", "fsdp2", "fsdp2 whole")
 
 
@@ -69,7 +70,8 @@ def train(build, kind, rank):
         trained = fully_shard(built, mesh=mesh)
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-2, momentum=0.9)
     handle = constrain_(trained, optimizer, to="logits", bound=0.5, batch=x)
-    errors, collectives = [], 0
+    errors = []
+    collectives = 0
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss(trained(x)).backward()

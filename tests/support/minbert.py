@@ -14,9 +14,12 @@ def write_minbert(folder):
         return " ".join(draw.choices(WORDS, k=5))
 
     for split, count in (("train", 40), ("dev", 24)):
-        sst, para, sts = [], [], []
+        sst = []
+        para = []
+        sts = []
         for index in range(count):
-            text, other = words(), words()
+            text = words()
+            other = words()
             sst.append(f"{index}\tx\t{text}\t{min(4, text.count('good') * 2)}")
             para.append(f"{index}\tx\t{text}\t{text if index % 2 else other}\t{float(index % 2)}")
             shared = len(set(text.split()) & set(other.split()))

@@ -12,9 +12,9 @@ class Notebook(GeneralTracker):
     requires_logging_directory = False
     records: ClassVar = []
 
-    def __init__(self, *place):
+    def __init__(self, *parts):
         super().__init__()
-        self.place = place
+        self.parts = parts
         self.config = None
         self.rows = []
         self.finished = False

@@ -57,8 +57,11 @@ class Mixer(nn.Module):
 
     def __init__(self, *, fused=True, dropout=0.0):
         super().__init__()
-        self.num_heads, self.fused, self.dropout = 2, fused, dropout
-        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.num_heads = 2
+        self.fused = fused
+        self.dropout = dropout
+        self.qkv = nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 8)
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)

@@ -61,9 +61,11 @@ class SlowTransformer:
         for head in range(heads):
             columns = slice(head * dim, (head + 1) * dim)
             q, k, v = (part[:, columns] for part in (query, key, value))
-            factor, size = 1 / math.sqrt(dim), 1.0
+            factor = 1 / math.sqrt(dim)
+            size = 1.0
             if f"{path}.q_norm.weight" in self.weights:
-                q, k = self.norm(f"{path}.q_norm", q), self.norm(f"{path}.k_norm", k)
+                q = self.norm(f"{path}.q_norm", q)
+                k = self.norm(f"{path}.k_norm", k)
             if f"{path}.log_tau" in self.weights:
                 q, k, v = (m / (m.square().sum(-1, keepdim=True) + 0.01).sqrt() for m in (q, k, v))
                 factor = self.weights[f"{path}.log_tau"][head].exp()
@@ -120,8 +122,9 @@ def exact(model):
 def padded(rows, side, extra=0):
     """Return token ids and attention mask of rows of different lengths, padded on one side."""
     width = max(map(len, rows)) + extra
-    ids, mask = torch.full((len(rows), width), 7), torch.zeros(len(rows), width, dtype=torch.long)
+    ids = torch.full((len(rows), width), 7)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
-        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
-        ids[i, place], mask[i, place] = torch.tensor(row), 1
+        span = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+        ids[i, span], mask[i, span] = torch.tensor(row), 1
     return ids, mask

@@ -51,8 +51,8 @@ def drawn(count, words, length=8):
     for number in range(count):
         window = [WORDS[n] for n in torch.randint(0, 5, (words,), generator=generator).tolist()]
         text = ((window if number % 2 else window[:1]) * length)[:length]
-        place, word = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 5))
-        text[place : place + 1] = [WORDS[word]]
+        position, word = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 5))
+        text[position : position + 1] = [WORDS[word]]
         texts.append(text)
     return texts
 
@@ -73,7 +73,8 @@ def batch_of(bounds, text):
 @pytest.mark.parametrize("words", [1, 2, 3])
 def test_no_replaced_words_change_a_certified_answer(words):
     """Try known and unknown words in each place or two, and every special token's string."""
-    bounds, some = bounds_of(words), 0
+    bounds = bounds_of(words)
+    some = 0
     for text in drawn(6, words, 14):
         (result,) = bounds.hold([batch_of(bounds, text)], 2)
         k = result.replaceable
@@ -85,11 +86,13 @@ def test_no_replaced_words_change_a_certified_answer(words):
 
 def test_no_votes_of_k_windows_change_a_certified_answer_and_those_of_one_more_do():
     """Any k windows vote for another class alone, as for any reader of windows."""
-    bounds, some = bounds_of(2), set()
+    bounds = bounds_of(2)
+    some = set()
     for text in drawn(8, 2, length=10):
         batch = batch_of(bounds, text)
         (result,) = bounds.hold([batch], 4)
-        votes, label = bounds.model.votes(batch["input_ids"])[0].detach(), result.predicted
+        votes = bounds.model.votes(batch["input_ids"])[0].detach()
+        label = result.predicted
         needed = []
         for target in {0, 1, 2} - {label}:
             for k in range(1, len(votes) + 1):
@@ -105,7 +108,8 @@ def test_no_votes_of_k_windows_change_a_certified_answer_and_those_of_one_more_d
 
 @pytest.mark.parametrize("words", [1, 2])
 def test_an_attack_never_falls_below_the_certificate(words):
-    bounds, texts = bounds_of(words, 16), drawn(6, words, 14)
+    bounds = bounds_of(words, 16)
+    texts = drawn(6, words, 14)
     texts.append(["[PAD]"] * 14)  # words without tokens
     batches = [{**batch_of(bounds, text), "labels": answers(bounds, [text])} for text in texts]
     accuracy = bounds.accuracy_of(batches, [1, 7])
@@ -120,7 +124,8 @@ def test_an_attack_never_falls_below_the_certificate(words):
 
 def test_the_loss_reads_the_worst_votes_of_k_windows():
     votes = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0]]])
-    logits, batch = votes.sum(1).div(2) * LOGIT_SCALE, {"labels": torch.tensor([0])}
+    logits = votes.sum(1).div(2) * LOGIT_SCALE
+    batch = {"labels": torch.tensor([0])}
     reached = word_logits(logits, batch, None, 1.5, votes) / LOGIT_SCALE
     expected = [0.6, 0.25 + (1.5 + 0.5 * 1.2) / 2, 0.15 + (1.6 + 0.5 * 1.3) / 2]
     torch.testing.assert_close(reached, torch.tensor([expected]))
@@ -180,13 +185,13 @@ def _subclass(model):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "problem"),
     [(_hooked, "a hook or another"), (_replaced, "a hook or another"), (_subclass, "WordLevel")],
 )
-def test_votes_that_something_else_may_change_are_refused(change, says):
+def test_votes_that_something_else_may_change_are_refused(change, problem):
     model = copy.deepcopy(bounds_of(1).model)
     change(model)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=problem):
         WordCertificate(model, bounds_of(1).tokenizer)
 
 

@@ -50,7 +50,8 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("equals", [False, True])
 @pytest.mark.parametrize("alias", ALIASES)
 def test_a_name_of_the_trainer_is_our_option(alias, equals, dashes, checkpoint, cli):
-    task, value = TASKS.get(alias, "text_classification"), VALUES.get(alias, "3")
+    task = TASKS.get(alias, "text_classification")
+    value = VALUES.get(alias, "3")
     value = str(checkpoint) if value == "MODEL" else value
     written = alias.replace("_", "-") if dashes else alias
     our = ALIASES[alias].replace("_", "-")

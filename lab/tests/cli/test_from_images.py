@@ -94,7 +94,9 @@ def test_the_card_and_the_result_tell_how_images_were_read(run):
 
 def test_a_trained_model_goes_on_with_its_own_processor(run, pets, tmp_path):
     succeed(train(run, tmp_path / "more", "--data", pets), "--epochs 1 --quiet")
-    first, second = (of / "final/preprocessor_config.json" for of in (run, tmp_path / "more"))
+    first, second = (
+        out_folder / "final/preprocessor_config.json" for out_folder in (run, tmp_path / "more")
+    )
     assert first.read_bytes() == second.read_bytes()
     assert f'processor = "hf:{run / "final"}"' in (tmp_path / "more" / "config.toml").read_text()
     info = json.loads((tmp_path / "more" / "result.json").read_text())["train_info"]
@@ -110,7 +112,8 @@ def test_a_trained_model_goes_on_with_its_own_processor(run, pets, tmp_path):
     ],
 )
 def test_variants_of_a_model_of_images_are_compared(family, variants, tmp_path, squares):
-    source, out = image_config(tmp_path / family, family), tmp_path / "runs"
+    source = image_config(tmp_path / family, family)
+    out = tmp_path / "runs"
     words = typed("compare image_classification --seeds 1 --from", [source], FAST, squares)
     succeed(words, "--variants", [variants], "--out", [out])
     last = variants.rsplit(",", maxsplit=1)[-1]
@@ -142,7 +145,9 @@ def test_what_cannot_be_trained_is_said_in_one_line(run, pets, squares, tmp_path
         (line,) = cli(*parts, status=None).err.strip().splitlines()
         return line
 
-    out, bare, data = tmp_path / "out", tmp_path / "bare", typed("--quiet --data", [pets])
+    out = tmp_path / "out"
+    bare = tmp_path / "bare"
+    data = typed("--quiet --data", [pets])
     assert "give a Hugging Face model with --from FOLDER" in error(
         "train image_classification --data", [pets]
     )
@@ -188,7 +193,8 @@ def test_what_predict_cannot_read_is_said(run, pets, tmp_path, cli):
     (ragged / "manifest.json").unlink()
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(ragged)
     assert "the processor gives images of different shapes" in error(ragged, pets)
-    bert, image = tmp_path / "bert", pets / "cat" / "01.jpg"
+    bert = tmp_path / "bert"
+    image = pets / "cat" / "01.jpg"
     make_checkpoint(bert)
     assert f"{image}: is a .jpg file, and a BertModel reads lines" in error(bert, image)
     assert "pets: is a folder, and a BertModel reads lines" in error(bert, pets)

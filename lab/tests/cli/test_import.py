@@ -104,7 +104,8 @@ def test_a_run_records_what_it_imported(folder):
 
 @pytest.mark.slow
 def test_a_folder_runs_no_code_until_its_file_is_named(folder):
-    run, file = folder / "runs" / "mine" / "seed-0", folder.resolve() / "my.py"
+    run = folder / "runs" / "mine" / "seed-0"
+    file = folder.resolve() / "my.py"
     words = ("predict", run, "--text", "a good film x")
     done = python("-m wellposed", words)
     assert done.returncode == 2
@@ -133,7 +134,7 @@ def test_a_file_that_moved_is_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "expected"),
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("def", "SyntaxError"),
@@ -144,11 +145,13 @@ def test_a_file_that_moved_is_the_same_file(tmp_path):
         ),
     ],
 )
-def test_a_file_that_fails_is_one_line(tmp_path: Path, cli: Cli, source: str, says: str) -> None:
+def test_a_file_that_fails_is_one_line(
+    tmp_path: Path, cli: Cli, source: str, expected: str
+) -> None:
     file = tmp_path / "my.py"
     file.write_text(source, encoding="utf-8")
     message = cli(["train", "char_lm", "--import", str(file)], status=2).err
-    assert f"--import {file}: {says}" in message
+    assert f"--import {file}: {expected}" in message
     assert message.count("\n") == 1
 
 

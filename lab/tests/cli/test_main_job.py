@@ -61,7 +61,8 @@ def test_predict_continues_a_text_past_the_positions(workspace, cli):
 
 def test_a_text_is_sampled_from_the_logits_that_losses_read(workspace, tmp_path, cli):
     """At a million times the logits only the most probable token is left."""
-    source, run = workspace / "runs" / "post_ln" / "seed-0", tmp_path / "run"
+    source = workspace / "runs" / "post_ln" / "seed-0"
+    run = tmp_path / "run"
     shutil.copytree(source, run, ignore=shutil.ignore_patterns("manifest.json"))
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("logit_scale = 1.0", "logit_scale = 1e6"))

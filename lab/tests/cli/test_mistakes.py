@@ -116,9 +116,9 @@ def desk(small_run, foreign, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("words", "says"), [(words, says) for words, *says in MISTAKES])
-def test_a_typed_mistake_gets_one_line(words, says, desk, cli):
+@pytest.mark.parametrize(("words", "message"), [(words, message) for words, *message in MISTAKES])
+def test_a_typed_mistake_gets_one_line(words, message, desk, cli):
     lines = cli(words, status=None).err.splitlines()
     at = [line.startswith("wellposed: ") for line in lines].index(True)
     assert at == len(lines) - 1, lines
-    assert [part for part in says if part not in lines[at]] == [], lines[at]
+    assert [part for part in message if part not in lines[at]] == [], lines[at]

@@ -41,7 +41,8 @@ def test_four_lines_are_four_labels(small_run, tmp_path, monkeypatch, way):
 
 @pytest.mark.slow
 def test_what_was_done_to_the_data_is_on_the_terminal_and_in_the_report(small_run, tmp_path, cli):
-    data, sizes = small_run.parent / "train.tsv", "--steps 1 --batch-size 4 --model.hidden-size 8"
+    data = small_run.parent / "train.tsv"
+    sizes = "--steps 1 --batch-size 4 --model.hidden-size 8"
     words = typed("text_classification --data", [data], "--max-length 3", sizes)
     words += typed(
         "--model.num-hidden-layers 1 --model.num-attention-heads 2 --out", [tmp_path / "run"]
@@ -99,18 +100,19 @@ def test_what_is_certified_is_what_is_read(way, model, monkeypatch, tmp_path):
     """Whatever the words: a replaced word never becomes a deleted one. A mark before a file's first
     word is no part of its text."""
     path = {"--text": None, "file": tmp_path / "lines", "standard input": Path("-")}[way]
-    for odd, place in itertools.product(ODD, range(4)):
+    for odd, position in itertools.product(ODD, range(4)):
         words = ["a", "good", "film"]
-        text = " ".join([*words[:place], odd, *words[place:]])
+        text = " ".join([*words[:position], odd, *words[position:]])
         (tmp_path / "lines").write_bytes(text.encode())
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         (line,) = lines_of(read_source(text if path is None else None, path))
         text = text if path is None else text.removeprefix("\ufeff")
-        counted, token_ids = split_words(text), TOKENIZER(text)["input_ids"]
+        counted = split_words(text)
+        token_ids = TOKENIZER(text)["input_ids"]
         certified = encode_words(TOKENIZER, [counted], 1)[0] if model is WINDOWS else token_ids
         inputs, _ = encode_lines(model, TOKENIZER, [line], 20, [1])
-        assert inputs["input_ids"][0].tolist() == certified, (odd, place)
-        assert int(inputs["attention_mask"].sum()) == len(counted), (odd, place)
+        assert inputs["input_ids"][0].tolist() == certified, (odd, position)
+        assert int(inputs["attention_mask"].sum()) == len(counted), (odd, position)
 
 
 def test_a_typed_mark_is_a_word_and_one_of_a_file_is_said(small_run, tmp_path, cli):

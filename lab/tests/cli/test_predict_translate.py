@@ -38,7 +38,8 @@ def folder(tmp_path_factory):
 
 
 def predict(folder, lines, *more):
-    source, out = folder / "in.txt", folder / "out.txt"
+    source = folder / "in.txt"
+    out = folder / "out.txt"
     source.write_bytes(lines.encode() if isinstance(lines, str) else lines)
     out.unlink(missing_ok=True)
     words = typed("predict", [folder / "model"], "--input", [source], "--output", [out])
@@ -81,18 +82,18 @@ def test_long_lines_are_refused_with_their_numbers(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("lines", "more", "says"),
+    ("lines", "more", "message"),
     [
         ("eins\n", ["--temperature", "0.5"], "--temperature has no effect on this model"),
         ("eins\ngr\xf6\xdfe\n".encode("latin-1"), [], "in.txt:2: not UTF-8: byte 0xf6 at byte 3"),
         ("", [], "the file is empty"),
     ],
 )
-def test_what_cannot_be_translated_leaves_no_file(folder, capsys, lines, more, says):
+def test_what_cannot_be_translated_leaves_no_file(folder, capsys, lines, more, message):
     code, out = predict(folder, lines, *more)
     assert code in (1, 2)
     assert not out.exists()
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_interrupt_leaves_the_old_file(tmp_path):

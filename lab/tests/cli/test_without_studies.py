@@ -15,7 +15,8 @@ registry.entry_points = lambda group: [
 
 @pytest.mark.slow
 def test_what_is_missing_is_named_with_its_package(tmp_path):
-    model, config = tmp_path / "model", tmp_path / "run.toml"
+    model = tmp_path / "model"
+    config = tmp_path / "run.toml"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "wellposed_lstm"}')
     config.write_text('schema_version = 1\ntask = "char_lm"\n[model]\narchitecture = "lstm"\n')
@@ -30,9 +31,9 @@ def test_what_is_missing_is_named_with_its_package(tmp_path):
         (typed("measure", [model]), "architecture 'lstm'"),
     ]
     results, _ = commands([words for words, _ in calls], WITHOUT)
-    for (words, says), (status, message) in zip(calls, results, strict=True):
+    for (words, expected), (status, message) in zip(calls, results, strict=True):
         assert status in {1, 2}, words
-        assert says in message
+        assert expected in message
         assert "pip install " in message
         assert "studies" in message
         assert message.count("\n") == 1, message

@@ -16,7 +16,8 @@ HOW = {"model": SMALL, "train": TrainOptions(steps=2, batch_size=8)}
 @pytest.fixture
 def built(monkeypatch):
     """Return the options of every task that is built."""
-    built_options, build = [], tasks.build_task
+    built_options = []
+    build = tasks.build_task
 
     def counted(name, options=None):
         built_options.append(options)
@@ -29,7 +30,8 @@ def built(monkeypatch):
 @pytest.mark.parametrize("value", ["foo", "", "-1"])
 def test_a_value_that_no_task_takes_is_found_before_anything_trains(tmp_path, value):
     base = RunConfig("text_classification", {"data": str(write_films(tmp_path / "f.tsv"))}, **HOW)
-    out, variants = tmp_path / "out", ["plain", f"windows:{value}"]
+    out = tmp_path / "out"
+    variants = ["plain", f"windows:{value}"]
     with pytest.raises(ConfigError, match="certified_windows"):
         compare(base, variants, seeds=1, out=out)
     assert not out.exists()
@@ -41,7 +43,8 @@ def test_a_value_that_no_task_takes_is_found_before_anything_trains(tmp_path, va
 
 def test_data_is_read_once_for_each_way_and_windows_are_certified_in_words(tmp_path, built):
     options = {"data": str(write_films(tmp_path / "f.tsv")), "max_length": 6}
-    base, messages = RunConfig("text_classification", options, **HOW), []
+    base = RunConfig("text_classification", options, **HOW)
+    messages = []
     settings = {"certify": 4, "progress": False, "announce": messages.append}
     runs = compare(base, ["plain", "windows:2"], seeds=3, out=tmp_path / "out", **settings)
     assert built == [options, {**options, "certified_windows": 2}]

@@ -112,28 +112,28 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "values", "says"), REFUSED)
-def test_two_values_of_one_option_are_refused_by_name(variant, values, says):
+@pytest.mark.parametrize(("variant", "values", "expected"), REFUSED)
+def test_two_values_of_one_option_are_refused_by_name(variant, values, expected):
     base = with_options(BASE, values)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=expected):
         check_options(base, ["plain", variant])
 
 
 def test_an_option_of_the_task_or_of_the_start_is_one_as_well():
     texts = RunConfig("text_classification", {"data": "films.tsv", "certified_windows": 2})
-    says = "task_options.certified_windows = 1 in the place of 2"
-    with pytest.raises(ConfigError, match=says):
+    expected = "task_options.certified_windows = 1 in the place of 2"
+    with pytest.raises(ConfigError, match=expected):
         check_options(texts, ["plain", "windows"])
     start = StartOptions("some-model", attention="l2")
-    says = "start.attention = 'cosine' in the place of 'l2'"
-    with pytest.raises(ConfigError, match=says):
+    expected = "start.attention = 'cosine' in the place of 'l2'"
+    with pytest.raises(ConfigError, match=expected):
         check_options(replace(BASE, start=start), ["plain", "cosine"])
 
 
 def test_an_option_that_no_variant_reads_is_refused_on_the_command_line_alone():
     base = replace(BASE, model=ModelOptions(norm="pre"))
-    says = "model.norm = 'pre': no variant of post_ln, rezero reads it"
-    with pytest.raises(ConfigError, match=says):
+    expected = "model.norm = 'pre': no variant of post_ln, rezero reads it"
+    with pytest.raises(ConfigError, match=expected):
         check_options(base, ["post_ln", "rezero"], asked_of=BASE)
     assert len(check_options(base, ["post_ln", "rezero"], asked_of=base)) == 2
     assert len(check_options(base, ["post_ln", "plain"], asked_of=BASE)) == 1

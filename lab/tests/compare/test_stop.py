@@ -41,7 +41,8 @@ def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     write_films(tmp_path / "films.tsv")
     out = tmp_path / "out"
-    inner, asked = getattr(module, name), []
+    inner = getattr(module, name)
+    asked = []
 
     def signalled(*args, **keywords):
         if not asked:

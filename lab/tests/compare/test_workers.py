@@ -82,7 +82,8 @@ def test_nothing_outlives_a_parent_that_is_killed(number, tmp_path):
 def test_parallel_runs_are_the_same(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_films(tmp_path / "films.tsv")
-    two, one = tmp_path / "two", tmp_path / "one"
+    two = tmp_path / "two"
+    one = tmp_path / "one"
     # A run whose loss is not finite has failed.
     assert main([*WORDS, "--jobs", "2", "--out", str(two)]) == 1
     parallel = capsys.readouterr()

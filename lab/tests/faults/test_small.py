@@ -19,7 +19,8 @@ pytestmark = [
 
 
 def test_every_family_at_its_smallest(tmp_path):
-    rows, page = tmp_path / "rows.json", tmp_path / "page.md"
+    rows = tmp_path / "rows.json"
+    page = tmp_path / "page.md"
     options = ["--count", "4", "--rows", str(rows), "--page", str(page)]
     command = [sys.executable, "-m", "tools.faults", *options]
     done = subprocess.run(

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("gpt2", "decoder.0.query"),
         ("vit", "err_orth (best scale)"),
@@ -40,9 +40,9 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
         ),
     ],
 )
-def test_an_example_prints(name, says, capsys):
+def test_an_example_prints(name, message, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    assert says in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def measurement(seed, *, error, layers=2, width=16):
             shape = (width, width) if not role.startswith("feed") else (4 * width, width)
             weight = generator.normal(size=shape) / math.sqrt(width)
             values = np.linalg.svd(weight, compute_uv=False)
-            place = {"stack": "encoder", "layer": layer, "path": f"model.layers.{layer}"}
+            address = {"stack": "encoder", "layer": layer, "path": f"model.layers.{layer}"}
             scale = error * float(generator.lognormal(0, 0.3))
             measured = {
                 "scale_free_orthogonality_error": scale,
@@ -31,7 +31,7 @@ def measurement(seed, *, error, layers=2, width=16):
                 "sigma_max_status": "exact",
                 "singular_values": values.tolist(),
             }
-            rows.append({**place, "role": role, "rows": shape[0], "cols": shape[1], **measured})
+            rows.append({**address, "role": role, "rows": shape[0], "cols": shape[1], **measured})
     return {"schema_version": 1, "rows": rows, "activations": [], "notes": []}
 
 
@@ -96,8 +96,8 @@ def _write_comparison(folder, values, **options):
     folder = folder / options.get("task", "listops")
     for variant, numbers in values.items():
         for seed, value in enumerate(numbers):
-            place = folder / variant.replace(":", "-") / f"seed-{seed}"
-            write_run(place, variant=variant, seed=seed, value=value, **options)
+            address = folder / variant.replace(":", "-") / f"seed-{seed}"
+            write_run(address, variant=variant, seed=seed, value=value, **options)
     (folder / "compare.json").write_text(json.dumps({"variants": list(values)}))
     return folder
 

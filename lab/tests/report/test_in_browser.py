@@ -39,11 +39,12 @@ def probed(page):
 
 @pytest.fixture(scope="module", params=[1, 3, 8])
 def visited(write_comparison, tmp_path_factory, request):
-    folder, count = tmp_path_factory.mktemp("browser"), request.param
+    folder = tmp_path_factory.mktemp("browser")
+    count = request.param
     seeds = (-0.01, 0.0, 0.012)[: 3 if count == 8 else 2]
     values = {
-        name: [round(mean + gain + 0.001 * k * place, 4) for k, gain in enumerate(seeds)]
-        for place, (name, mean) in enumerate(zip(NAMES[:count], MEANS, strict=False))
+        name: [round(mean + gain + 0.001 * k * position, 4) for k, gain in enumerate(seeds)]
+        for position, (name, mean) in enumerate(zip(NAMES[:count], MEANS, strict=False))
     }
     write_comparison(folder / "runs", values, layers=24)
     page = build_report([folder / "runs"], folder / "report.html")

@@ -41,7 +41,8 @@ def stop_at(monkeypatch, ask):
 def assert_resumed_bit_for_bit(config, folder):
     """Run ``config``, and again from a checkpoint in the middle: model, optimizer and final weights
     agree."""
-    run, again = folder / "run", folder / "again"
+    run = folder / "run"
+    again = folder / "again"
     if not run.exists():
         stub_task.run(config, run)
     shutil.copytree(run, again, ignore=shutil.ignore_patterns("final", "checkpoint-12"))
@@ -73,7 +74,8 @@ def start_stub(*words):
 
 def wait_for_rows(process, out, count):
     """Wait until the run has logged ``count`` rows."""
-    path, deadline = out / "metrics.jsonl", time.monotonic() + 120
+    path = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
     while not (path.exists() and path.read_bytes().count(b"\n") >= count):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline

@@ -77,7 +77,7 @@ def test_data_that_is_not_there_is_named(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("char_lm", {"test": "a.txt"}, "option test: only with data=FILE; builtin data has"),
         (
@@ -88,14 +88,15 @@ def test_data_that_is_not_there_is_named(name, tmp_path):
         ("text_classification", {"data": "x", "max_length": -1}, "max_length = -1"),
     ],
 )
-def test_options_without_an_effect_are_refused(name, options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_options_without_an_effect_are_refused(name, options, message):
+    with pytest.raises(ConfigError, match=message):
         build_task(name, options)
 
 
 def test_lengths_are_those_of_the_examples(task):
     for split in SPLITS:
-        dataset, lengths = task.dataset(split), task.lengths(split)
+        dataset = task.dataset(split)
+        lengths = task.lengths(split)
         assert len(dataset) == len(lengths) > 0
         assert [len(dataset[i]["input_ids"]) for i in range(len(dataset))] == list(lengths)
 
@@ -161,10 +162,10 @@ ROUTES = {
 def test_tasks_of_the_studies_name_their_package(route, name, without_studies, tmp_path, capsys):
     config = tmp_path / "config.toml"
     config.write_text(SAVED.read_text().replace('task = "listops"', f'task = "{name}"'))
-    says = f"task '{name}' comes with another package, wellposed-studies; type: "
+    message = f"task '{name}' comes with another package, wellposed-studies; type: "
     if route == "build_task":
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             build_task(name)
     else:
         assert ROUTES[route](name, config) in (1, 2)
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -43,7 +43,8 @@ def test_padding_never_changes_a_classification_loss():
     generator = random.Random(1)
     rows = [generator.choices(range(1, 11), k=generator.randint(2, 30)) for _ in range(60)]
     examples = [{"input_ids": row, "labels": [i % 3]} for i, row in enumerate(rows)]
-    embedding, head = torch.nn.Embedding(11, 8).double(), torch.nn.Linear(8, 3).double()
+    embedding = torch.nn.Embedding(11, 8).double()
+    head = torch.nn.Linear(8, 3).double()
 
     @torch.no_grad()
     def losses(indices):
@@ -62,7 +63,8 @@ def test_padding_never_changes_a_classification_loss():
 
 def by_formula(rows, labels, smoothing):
     """Sum over labelled rows of (1 - s)(-log p[y]) + s mean(-log p), in Python floats."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for row, label in zip(rows, labels, strict=True):
         if label == -100:
             continue

@@ -13,7 +13,8 @@ PAIRS = [(f"wort {i} .", f"word {i} .") for i in range(50)]
 
 
 def write(folder, name, texts):
-    content, path = "".join(text + "\n" for text in texts).encode(), folder / name
+    content = "".join(text + "\n" for text in texts).encode()
+    path = folder / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     return path
 
@@ -55,8 +56,8 @@ def test_every_layout_gives_the_same_pairs(tmp_path, layout, flipped):
 def test_several_test_sets_are_named(tmp_path):
     for count, stem in enumerate(("test_2017_mscoco", "test_2016_flickr", "val", "train"), start=3):
         write_split(tmp_path, stem, count)
-    says = r"2 files could be the test split; leave one there:\n  test_2016_fl"
-    with pytest.raises(DataError, match=says):
+    problem = r"2 files could be the test split; leave one there:\n  test_2016_fl"
+    with pytest.raises(DataError, match=problem):
         load(tmp_path)
 
 
@@ -83,8 +84,8 @@ def test_a_table_of_pairs(tmp_path):
 
 def test_columns_without_names_are_refused(tmp_path):
     path = write(tmp_path, "all.tsv", [f"{en}\t{de}" for de, en in PAIRS])
-    says = r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
-    with pytest.raises(ConfigError, match=says):
+    problem = r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
+    with pytest.raises(ConfigError, match=problem):
         load(path)
     write(tmp_path, "all.tsv", ["de\ten", "one", "c\td"])
     with pytest.raises(DataError, match=r"all\.tsv:2: 1 columns"):
@@ -97,12 +98,12 @@ EMPTY = r"train\.en:2: the target is empty\n\s+\S+train\.en:40: the target is em
 
 
 @pytest.mark.parametrize(
-    ("texts", "says"), [(ENGLISH[:43], SHORT), (["a", " ", *ENGLISH[2:39], ""], EMPTY)]
+    ("texts", "problem"), [(ENGLISH[:43], SHORT), (["a", " ", *ENGLISH[2:39], ""], EMPTY)]
 )
-def test_lines_without_a_partner_are_named(tmp_path, texts, says):
+def test_lines_without_a_partner_are_named(tmp_path, texts, problem):
     write_split(tmp_path, "train", 40)
     write(tmp_path, "train.en", texts)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=problem):
         load(tmp_path)
 
 

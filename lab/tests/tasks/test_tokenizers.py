@@ -122,12 +122,12 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path):
 
     words = models.WordLevel({"a": 0, "b": 1}, unk_token="b")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path)
-    for name, says in (
+    for name, message in (
         ("chars", "tokenizer = 'chars', expected byte, character, word or hf:NAME"),
         ("hf:/no/such/folder", r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"),
         (f"hf:{tmp_path}", "neither a pad nor an eos token"),
     ):
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             build_encoder(name, [], max_words=1)
 
 

@@ -41,7 +41,8 @@ def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus):
     names = ("input_ids", "attention_mask", "decoder_input_ids", "labels")
     dtypes = {name: value.dtype for name, value in batch.items()}
     assert dtypes == dict.fromkeys(names, torch.int64)
-    read, predicted = batch["decoder_input_ids"].tolist(), batch["labels"].tolist()
+    read = batch["decoder_input_ids"].tolist()
+    predicted = batch["labels"].tolist()
     for row, labels in zip(read, predicted, strict=True):
         target = [token for token in labels if token != -100]
         assert target[-1] == EOS_ID
@@ -108,8 +109,8 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
         lines[4] = " ".join(lines[:9])
 
     changed(corpus, tmp_path, "train", lengthen)
-    says = r"train: texts have more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
-    with pytest.raises(DataError, match=says):
+    message = r"train: texts have more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
+    with pytest.raises(DataError, match=message):
         build(tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     dropped = task.description()["train_pairs_dropped_as_too_long"]
@@ -208,7 +209,8 @@ def test_generation_tells_after_every_token_and_can_be_stopped(corpus, beams):
         pass
 
     task = build(corpus, generate_beams=beams, generate_max_examples=4)
-    model, notified = small_model(task), []
+    model = small_model(task)
+    notified = []
     generate = partial(task.generate_metrics, model, "valid", batch_size=2)
     assert generate(notify=lambda *n: notified.append(n)) == generate()
     assert sorted(set(notified)) == [(0, 4), (2, 4)]
@@ -237,13 +239,13 @@ def test_generation_with_a_real_model_gives_every_row_its_text(corpus, beams):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"tgt": "fr"}, "languages that exist there: de, en"),
         ({"tokenizer": "word"}, "expected bpe, char or hf:NAME"),
         ({"generate_length_penalty_form": "gmnt"}, "form = 'gmnt', expected 'power' or 'gnmt'"),
     ],
 )
-def test_bad_options_are_refused(corpus, options, says):
-    with pytest.raises((ConfigError, DataError), match=says):
+def test_bad_options_are_refused(corpus, options, message):
+    with pytest.raises((ConfigError, DataError), match=message):
         build(corpus, **options)

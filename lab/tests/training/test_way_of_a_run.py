@@ -70,7 +70,8 @@ def test_names_of_our_models_give_the_roles_of_a_pass(architecture, kind, option
     heads = {"num_attention_heads": 2} if architecture == "wellposed" else {}
     model = build_model(architecture, kind, **SIZES, **heads, **options)
     before = torch.get_rng_state()
-    named, passed = find_roles(model, run=False), find_roles(model)
+    named = find_roles(model, run=False)
+    passed = find_roles(model)
     assert torch.equal(torch.get_rng_state(), before)
     both = [
         [(w.role, w.stack, w.layer, w.path, w.view.key) for w in roles.weights()]

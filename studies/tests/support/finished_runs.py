@@ -19,7 +19,8 @@ def finished(
     needs_blocks=True,
 ):
     """Return a run of a variant with these metrics; without any it diverged."""
-    model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
+    model = ModelOptions(num_hidden_layers=depth)
+    train = TrainOptions(seed=seed)
     config = RunConfig(task, variant=variant, model=model, train=train)
     run = FinishedRun(
         config,

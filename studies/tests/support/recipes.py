@@ -33,7 +33,8 @@ def check_reproduced(done):
     assert values["paper_says"] == RECIPES.get(done.name).claim
     assert values["we_got"] == done.result.got
     assert values["notes"] == list(done.result.notes)
-    power, criterion = RECIPES.get(done.name).power, done.result.criterion
+    power = RECIPES.get(done.name).power
+    criterion = done.result.criterion
     if power is None:
         assert values["power"] is None
     else:

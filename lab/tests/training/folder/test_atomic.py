@@ -31,7 +31,8 @@ with open_replacing(Path(sys.argv[1])) as file:
 
 
 def start(path):
-    words, pipe = [sys.executable, "-c", WRITER, str(path)], subprocess.PIPE
+    words = [sys.executable, "-c", WRITER, str(path)]
+    pipe = subprocess.PIPE
     child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
     assert next(iter(child.stdout or ())) == "half\n"
     return child
@@ -95,7 +96,8 @@ def test_a_folder_replaces_whatever_has_its_name(tmp_path, kind):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
-    precious, absent = tmp_path / "precious", tmp_path / "absent"
+    precious = tmp_path / "precious"
+    absent = tmp_path / "absent"
     precious.write_text("of the user")
     (tmp_path / f".tmp-{os.getpid()}-page.html").symlink_to(precious)
     atomic.replace_file(tmp_path / "page.html", b"new")
@@ -160,7 +162,8 @@ def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path):
 @pytest.mark.parametrize("kind", ["link", "hard link", "file", "pipe", "folder"])
 def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path, kind):
     """A link named run.lock emptied the file that it leads to."""
-    out, precious = tmp_path / "run", tmp_path / "precious"
+    out = tmp_path / "run"
+    precious = tmp_path / "precious"
     out.mkdir()
     precious.write_text("of the user")
     make = {

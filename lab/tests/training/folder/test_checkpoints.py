@@ -68,7 +68,8 @@ def test_a_checkpoint_brings_back_every_bit(training, tmp_path):
     for _ in range(2):
         training.step()
     folder = training.save(3)
-    before, drawn = training.numbers(), draw()
+    before = training.numbers()
+    drawn = draw()
     training.step()
     straight = training.numbers()
     other = Training(tmp_path)
@@ -94,7 +95,8 @@ def test_nothing_is_pickled(training):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["half", "altered", "missing"])
 def test_damage_is_found_and_the_file_named(training, name, damage):
-    older, folder = training.save(1), training.save(2)
+    older = training.save(1)
+    folder = training.save(2)
     path = folder / name
     if damage == "missing":
         path.unlink()
@@ -116,7 +118,8 @@ def test_a_kill_at_a_rename(training, monkeypatch, older, renames):
     """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next
     start removes it or, between the two renames of a replacement, puts it back."""
     old = training.save(older)
-    rename, left = Path.rename, iter(range(renames))
+    rename = Path.rename
+    left = iter(range(renames))
 
     class Killed(BaseException):
         pass

@@ -90,17 +90,17 @@ def test_the_environment_names_versions_and_every_start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "problem"),
     [
         (None, "not a run folder"),
         ("task = ", "cannot be read"),
         ('task = "listops"\n[train]\nstepz = 3\n', "unknown option 'stepz'; nearest: steps"),
     ],
 )
-def test_bad_configuration_files(tmp_path, content, says):
+def test_bad_configuration_files(tmp_path, content, problem):
     if content is not None:
         (tmp_path / "config.toml").write_text(content)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=problem):
         read_config(tmp_path)
 
 

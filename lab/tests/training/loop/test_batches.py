@@ -34,7 +34,8 @@ def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task():
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 6, 7, 13])
 def test_a_stream_resumes_from_its_position(taken):
-    uninterrupted, first = ids(stream().take(20)), stream()
+    uninterrupted = ids(stream().take(20))
+    first = stream()
     first.take(taken)
     second = stream(start=(first.epoch, first.index))
     assert ids(second.take(20 - taken)) == uninterrupted[taken:]

@@ -36,7 +36,7 @@ def test_an_unknown_device(device):
 
 
 @pytest.mark.parametrize(
-    ("options", "world", "says"),
+    ("options", "world", "message"),
     [
         ({"device": "cuda:64"}, "1", "'cuda:64' is not on this machine, which has: cpu"),
         ({"device": "cuda:0"}, "2", "one GPU each"),
@@ -44,10 +44,10 @@ def test_an_unknown_device(device):
         ({"margin_loss": "hinge", "margin_radius": 0.1}, "1", "give --margin-loss certified"),
     ],
 )
-def test_unusable_devices(monkeypatch, options, world, says):
+def test_unusable_devices(monkeypatch, options, world, message):
     if world != "1":
         monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         build_accelerator(TrainOptions(**options))
 
 
@@ -78,8 +78,10 @@ def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
     what is saved."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: real(model, backend="eager"))
-    config, compiled = stub.make_config(steps=3), stub.make_config(steps=3, compile=True)
-    model, accelerator = stub.make_model(compiled, None), build_accelerator(compiled.train)
+    config = stub.make_config(steps=3)
+    compiled = stub.make_config(steps=3, compile=True)
+    model = stub.make_model(compiled, None)
+    accelerator = build_accelerator(compiled.train)
     parts = Parts(compiled, stub.StubTask(), model, accelerator)
     assert isinstance(parts.prepared, torch._dynamo.OptimizedModule)
     pairs = ((config, "a"), (compiled, "b"))
@@ -94,7 +96,7 @@ def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
 def test_memory_ends_in_one_line(tmp_path, error):
     config = RunConfig("char_lm", {"seq_len": 64})
     failing = one_line_failures(tmp_path, config, Accelerator())
-    says = "out of memory on cpu with batch_size = 32; give a smaller --batch-size"
-    with pytest.raises(WellposedError, match=says) as caught, failing:
+    message = "out of memory on cpu with batch_size = 32; give a smaller --batch-size"
+    with pytest.raises(WellposedError, match=message) as caught, failing:
         raise error
     assert "\n" not in str(caught.value)

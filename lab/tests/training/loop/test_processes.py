@@ -75,7 +75,8 @@ def test_two_processes_compare_together(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("report: ") == 1
     assert main([*words, "--gradient-accumulation", "2", "--out", str(tmp_path / "one")]) == 0
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     for variant in ("post_ln", "pre_ln"):
         assert_same_losses(one / variant / "seed-0", two / variant / "seed-0")
     names = [{path.name for path in folder.iterdir()} for folder in (one, two)]
@@ -86,12 +87,12 @@ def test_two_processes_compare_together(tmp_path):
 def test_commands_of_one_process_refuse_several(monkeypatch, capsys, rank):
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    for name, says in (("doctor", "without torchrun"), ("report", "")):
+    for name, message in (("doctor", "without torchrun"), ("report", "")):
         assert main([name]) == 2
         errors = capsys.readouterr().err
         assert errors.count("\n") == 1
         assert f"wellposed: {name} runs in one process" in errors
-        assert says in errors
+        assert message in errors
 
 
 def test_sharding_by_the_launcher_is_refused_before_anything_is_done(monkeypatch, capsys, tmp_path):
@@ -127,7 +128,8 @@ def test_a_signal_ends_the_run_in_order(tmp_path):
             wait_for_rows(process, tmp_path / number.name, 8)
             process.send_signal(number)
         for number, process in started.items():
-            out, (stdout, stderr) = tmp_path / number.name, process.communicate(timeout=60)
+            out = tmp_path / number.name
+            (stdout, stderr) = process.communicate(timeout=60)
             assert (process.returncode, stdout) == (130, "cancelled\n")
             assert "Traceback" not in stderr
             assert "continue with --resume auto" in stderr

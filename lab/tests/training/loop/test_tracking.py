@@ -56,7 +56,8 @@ def test_a_tracker_is_told_what_the_files_hold(tmp_path, records, capsys):
 def test_a_run_is_the_same_with_and_without(tmp_path):
     stub.run(stub.make_config(dropout=0.1), tmp_path / "plain")
     stub.run(stub.make_config(dropout=0.1), tmp_path / "tracked", tracking=["notebook"])
-    one, other = tmp_path / "plain", tmp_path / "tracked"
+    one = tmp_path / "plain"
+    other = tmp_path / "tracked"
     files = [path.relative_to(one) for path in one.rglob("model.safetensors")]
     assert len(files) > 1
     for file in files:
@@ -84,11 +85,11 @@ def test_a_tracker_that_raises_is_told_once_and_ends_nothing(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "problem"),
     [("comet_ml", "comet_ml needs the package 'comet-ml'"), ("tensorbord", "nearest: tensorboard")],
 )
-def test_an_absent_tracker_is_refused_at_once(tmp_path, name, says):
-    with pytest.raises(ConfigError, match=says) as refused:
+def test_an_absent_tracker_is_refused_at_once(tmp_path, name, problem):
+    with pytest.raises(ConfigError, match=problem) as refused:
         stub.run(stub.make_config(), tmp_path / "run", tracking=[name])
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
