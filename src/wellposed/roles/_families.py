@@ -323,14 +323,15 @@ def first_of(*readers: Reader[Role]) -> Reader[Role]:
 
 def _linear_views(located: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
     """Return the views of these named children; nothing unless all are linear layers."""
-    paths = {role: _path_of_linear(located, name) for role, name in names.items()}
-    layers = {role: located.child(path) for role, path in paths.items()}
-    linear = {
-        role: layer for role, layer in layers.items() if layer is not None and is_linear(layer)
-    }
-    if len(linear) < len(names):
-        return {}
-    return {role: view_of(located.join(paths[role]), layer) for role, layer in linear.items()}
+    layers: dict[str, tuple[str, nn.Module]] = {}
+    for role, name in names.items():
+        path = _path_of_linear(located, name)
+        layer = located.child(path)
+        # Most modules lack the first name of most families, and a lookup that fails is slow.
+        if layer is None or not is_linear(layer):
+            return {}
+        layers[role] = (path, layer)
+    return {role: view_of(located.join(path), layer) for role, (path, layer) in layers.items()}
 
 
 def _path_of_linear(located: LocatedModule, name: str) -> str:
