@@ -2,6 +2,7 @@
 are exact."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -177,8 +178,8 @@ def test_a_last_map_of_another_class_is_not_read_off_its_weight():
     """The head's rows alone gave ten times the radius."""
 
     class Tenfold(nn.Linear):
-        def forward(self, x):
-            return 10 * super().forward(x)
+        def forward(self, input):  # noqa: A002
+            return 10 * super().forward(input)
 
     bound = lambda module, site: LayerBound(10 * site.operator_norm(module.weight), "")  # noqa: E731
     register_rule(Tenfold)(bound)
@@ -192,9 +193,9 @@ def test_a_last_map_of_another_class_is_not_read_off_its_weight():
 
 
 def test_a_classifier_inside_a_module_has_the_rows_it_has_alone():
-    model, options = make_model(1, attention="cosine"), {"seq_len": TOKENS, "norm": 2}
-    alone = certify(model, **options)
-    within = certify(nn.Sequential(model), **options, cross_check=False)
+    model = make_model(1, attention="cosine")
+    alone = certify(model, seq_len=TOKENS, norm=2)
+    within = certify(nn.Sequential(model), seq_len=TOKENS, norm=2, cross_check=False)
     rows = [(f"0.{row.path}", row.lipschitz) for row in alone.layers]
     bounds = [(row.path, row.lipschitz) for row in within.layers]
     assert bounds == [("0", alone.total), *rows]
@@ -223,27 +224,31 @@ CLOSED = make_certificate(
 )
 
 
-def test_the_table():
-    assert OPEN.table().splitlines() == [
-        "bound  label        radius  module              form or reason",
-        "6      certified    inf     body (Sequential)   product of the parts",
-        "2      exact        inf     body.a (Linear)     largest singular value; assumes this",
-        "inf    uncertified  12.35   body.b (LSTM)       no rule",
-        "3      exact        inf     bodyguard (Linear)  only a reason",
-        "1      exact        0.5     c (ReLU)            largest slope",
-        "inf    uncertified          total, norm tok     <= 7 tokens, mask full, all inputs, float32",
-    ]
-    assert str(CLOSED) == CLOSED.table()
-    assert CLOSED.table().splitlines() == [
-        "bound  label      radius  module              form or reason",
-        "3      exact      inf     bodyguard (Linear)  only a reason",
-        "1      exact      0.5     c (ReLU)            largest slope",
-        (
-            "1.235  certified          total, norm 2       3 to 7 tokens, mask any/full, tokens"
-            " with |x_i| <= 2, float32; a note; another"
-        ),
-        "of no use",
-    ]
+def cells(certificate):
+    """Return the lines of a table, cut at its columns."""
+    return [re.split(r" {2,}", line) for line in certificate.table().splitlines()]
+
+
+def test_the_table_has_the_numbers_of_its_rows():
+    for certificate in (OPEN, CLOSED):
+        assert str(certificate) == certificate.table()
+        heading, *rows = cells(certificate)
+        assert heading == ["bound", "label", "radius", "module", "form or reason"]
+        for cut, row in zip(rows, certificate.layers, strict=False):
+            bound, label, radius, name, reason = cut
+            assert (float(bound), label) == (row.lipschitz, row.label)
+            assert float(radius) == pytest.approx(row.radius, rel=1e-3)
+            assert name == f"{row.path} ({row.module})"
+            assert row.reason in reason
+            assert row.form.replace("none", "") in reason
+
+    *_, total = cells(OPEN)
+    assert total[:3] == ["inf", "uncertified", "total, norm tok"]
+    *_, total, reason = cells(CLOSED)
+    assert total[:3] == ["1.235", "certified", "total, norm 2"]
+    for words in ("3 to 7 tokens", "any/full", "|x_i| <= 2", "float32", *CLOSED.notes):
+        assert words in total[3]
+    assert reason == [CLOSED.reason]
 
 
 def test_the_dictionary_holds_plain_values_alone():
