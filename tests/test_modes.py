@@ -1,8 +1,6 @@
 """Public calls under the modes of torch, and with arguments they are not made for: right, or refused
 by an error of ours."""
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-
 import contextlib
 import dataclasses
 import inspect

@@ -1,8 +1,5 @@
 """Bounds on balls around given inputs: no pair of inputs inside is steeper, and bad requests."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
-
 import math
 
 import pytest

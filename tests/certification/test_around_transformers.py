@@ -1,7 +1,5 @@
 """Local bounds of models of transformers: no two inputs in the balls are steeper, and what is refused."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-
 import math
 import subprocess
 import sys

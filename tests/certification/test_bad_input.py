@@ -3,9 +3,6 @@
 Every cell refuses by name, or gives the product's bound, or the bound of the stored values.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
-
 import itertools
 import math
 

@@ -1,8 +1,5 @@
 """Bounds with multipliers (B18, B19): proofs against a search for counter-examples, and bad input."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
-
 import math
 
 import pytest

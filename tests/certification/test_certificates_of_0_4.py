@@ -4,9 +4,6 @@
 holds the arguments of `certify`, the weights, ``to_dict()`` and a pickle of the certificate.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
-
 import base64
 import json
 import math

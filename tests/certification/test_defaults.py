@@ -1,8 +1,5 @@
 """What `certify` and its parts compute does not depend on the default dtype of the caller."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
-
 import pytest
 import torch
 from torch import nn

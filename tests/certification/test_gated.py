@@ -1,7 +1,5 @@
 """Gated feed-forwards on balls: against sampled Jacobians, attacks, and the product of norms."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules without a bound are refused with a message that names the part and the reason."""
 
-# pyright: reportArgumentType=false
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The launches and transfers of a measured step; numbers of stacks are those of each weight."""
 
-# pyright: reportPossiblyUnboundVariable=false
-
 import math
 from contextlib import ExitStack
 

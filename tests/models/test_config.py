@@ -1,7 +1,5 @@
 """Every option changes something, those of L2 attention by kind; every bad value is named."""
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
-
 import copy
 import math
 import re

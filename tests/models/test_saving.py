@@ -1,8 +1,6 @@
 """Models come back as they were saved, those of earlier versions too, changes to models of others are made
 again."""
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every wrong size, keyword, value or shape is a wellposed error that names it."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 import inspect
 import math
 import re

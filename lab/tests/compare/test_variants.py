@@ -1,7 +1,5 @@
 """Variants are functions of configurations, and each one changes what its name says."""
 
-# pyright: reportCallIssue=false, reportOptionalCall=false
-
 import math
 from dataclasses import replace
 

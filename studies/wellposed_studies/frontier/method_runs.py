@@ -107,7 +107,10 @@ def build(training: Training, vocabulary: int) -> nn.Module:
         "dropout": training.dropout,
         **METHODS[training.method].model,
     }
-    sides: dict[str, Any] = {"intermediate_size": 4 * training.width, "is_causal": True}
+    # The gated branch of nGPT has three matrices.
+    is_gated = options.get("feedforward") == "ngpt"
+    inner = 8 * round(training.width / 3) if is_gated else 4 * training.width
+    sides: dict[str, Any] = {"intermediate_size": inner, "is_causal": True}
     return WellposedForCausalLM(WellposedConfig(**shape, **sides, **options))
 
 
@@ -181,7 +184,6 @@ def train(training: Training, text: Text) -> dict[str, Any]:
         "last": losses[-1],
         "failed": "",
         "seconds_per_step": seconds / training.steps,
-        "state_bytes": state_bytes(started.attached.optimizer),
         **at_the_end(model, text, training, device),
     }
 
@@ -218,14 +220,6 @@ def evaluate(model: nn.Module, tokens: Tensor, training: Training, device: str) 
         total = sum(float(_loss(model, part.to(device))) * len(part) for part in parts)
     model.train()
     return total / len(windows)
-
-
-def state_bytes(optimizer: Any) -> int:
-    """Return the bytes of the state that an optimizer and its constraints keep."""
-    import torch
-
-    states = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
 
 
 def at_the_end(model: nn.Module, text: Text, training: Training, device: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from wellposed.errors import ConvergenceError
 from wellposed_lab.charts import Panel, Row, Series
 from wellposed_lab.statistics import PairedComparison, holm_correction, paired_comparison
 from wellposed_studies.frontier.method_costs import cpu_ratio
+from wellposed_studies.frontier.method_launches import cost_over_plain
 from wellposed_studies.frontier.method_runs import KINDS, NANOGPT, Text, Training, read_text, train
 from wellposed_studies.frontier.method_store import Result, Store
 from wellposed_studies.frontier.training_methods import BASELINES, METHODS
@@ -135,10 +136,10 @@ def methods(request: Request) -> Reproduction:
         holds = judge(compared(rivals, baseline))
     got = "; ".join(_summary(item) for item in ours)
     criterion = Criterion("", sizes.seeds, "paired t-tests over seeds, Holm-corrected, at 5 %")
-    ratios = [
-        cpu_ratio(training_of(sizes, item.kind, item.method, item.rate), text) for item in tried
+    rows = [
+        _row(item, cost_columns(training_of(sizes, item.kind, item.method, item.rate), text))
+        for item in tried
     ]
-    rows = [_row(item, tried, ratio) for item, ratio in zip(tried, ratios, strict=True)]
     size = size_words_of(sizes, text)
     return Reproduction(rows, _panels(tried), got, holds, reasons, criterion, size)
 
@@ -313,16 +314,19 @@ def _mean(item: Tried) -> float:
     return fmean(item.losses)
 
 
-def _row(item: Tried, tried: Sequence[Tried], ratio: float) -> Row:
-    plain = next(
-        other for other in tried if (other.kind, other.method) == (item.kind, BASELINES[0])
-    )
-    first = item.runs[0] if item.runs else {}
-    base = plain.runs[0] if plain.runs else {}
-    costs = {
-        "cpu_ratio": ratio,
-        "state_ratio": _ratio(first.get("state_bytes"), base.get("state_bytes")),
+def cost_columns(training: Training, text: Text) -> Row:
+    """Return the cost of a step over that of AdamW: CPU time, launches, memory."""
+    cost = cost_over_plain(training, text)
+    return {
+        "cpu_ratio": cpu_ratio(training, text),
+        "launches": cost.launches,
+        "peak_bytes": cost.peak_bytes,
+        "kept_bytes": cost.kept_bytes,
     }
+
+
+def _row(item: Tried, costs: Row) -> Row:
+    first = item.runs[0] if item.runs else {}
     ends = {name: first.get(name) for name in ("sigma_max", "logit_max", "certified", "failed")}
     return {
         "model": item.kind,
@@ -339,10 +343,6 @@ def _row(item: Tried, tried: Sequence[Tried], ratio: float) -> Row:
         **ends,
         "merges": "yes" if METHODS[item.method].merges else "no",
     }
-
-
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value and base else None
 
 
 def _summary(item: Tried) -> str:

@@ -1,8 +1,6 @@
 """From options to the objects of a run: the optimizer that is named, weights held in their set, and
 models of images that a run starts from."""
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
-
 import json
 import shutil
 from dataclasses import replace
