@@ -283,5 +283,7 @@ def test_every_public_function_and_layer_explains_its_failures():
     functions = [item for item in published if inspect.isfunction(item)]
     calls = [item for item in functions if str(item.__module__).startswith("wellposed.")]
     assert len(calls) > 100
+    # These are helpers that run many times in a training step.
+    calls = [item for item in calls if item.__module__ != "wellposed.linalg._tensors"]
     silent = {item.__name__ for item in calls if not hasattr(item, "explains")}
     assert silent <= {"explain_failures_of", "removed_names", "refuse"}

@@ -46,11 +46,9 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
         try:
             result = call(*args, **kwargs)
             # A dtype has no `dim`, a parametrisation may; `callable` breaks compiled graphs.
-            tensors = (
-                value for value in args if hasattr(value, "dim") and hasattr(value, "is_complex")
-            )
-            if any(tensor.is_complex() for tensor in tensors):  # pyright: ignore[reportAttributeAccessIssue]
-                raise TypeError("expected real numbers")
+            for value in args:
+                if hasattr(value, "is_complex") and hasattr(value, "dim") and value.is_complex():  # pyright: ignore[reportAttributeAccessIssue]
+                    raise TypeError("expected real numbers")
             return result
         except Exception as error:
             if isinstance(error, WellposedError) or is_about_resources(error):
@@ -66,14 +64,17 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
     return checked
 
 
-def explain_failures_of(package: str) -> None:
-    """Apply `known_keywords` to all functions and layers of a package; call it last in it."""
+def explain_failures_of(package: str, *, but: str | None = None) -> None:
+    """Apply `known_keywords` to all functions and layers of a package; call it last in it.
+
+    Functions of the module ``but`` are left out: helpers that run many times in a training step.
+    """
     from torch import nn
 
     published = vars(sys.modules[package])
     for name, value in list(published.items()):
         home = getattr(value, "__module__", None) or ""
-        if inspect.isfunction(value) and home.startswith(package):
+        if inspect.isfunction(value) and home.startswith(package) and home != but:
             published[name] = vars(sys.modules[home])[name] = known_keywords(value)
         elif inspect.isclass(value) and issubclass(value, nn.Module):
             kinds = [kind for kind in value.__mro__ if kind.__module__.startswith("wellposed.")]

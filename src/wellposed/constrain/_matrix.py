@@ -59,6 +59,8 @@ class ConstrainedMatrix(Constrained):
             axis=-1 if part.transposed else -2,
         )
         """How a matrix in shards lies on the ranks, if one of them can work on it."""
+        self.is_sharded = is_sharded(self.parameter)
+        """Whether the parameter is a DTensor."""
         self.shape = part.shape
         """(rows, columns) of the whole matrix."""
         self.entries = math.prod(self.shape)
@@ -131,14 +133,14 @@ class ConstrainedMatrix(Constrained):
 
         Comparing a sharded weight needs a gather, so it is measured at every step instead.
         """
-        return self.is_square and not self.is_half and not is_sharded(self.parameter)
+        return self.is_square and not self.is_half and not self.is_sharded
 
     @property
     def batch_key(self) -> tuple[object, ...] | None:
         """Key of matrices for one batched product; None for a matrix on its own."""
         gradient = self.parameter.grad
         dtype = self.parameter.dtype
-        if self.is_half or is_sharded(self.parameter):
+        if self.is_half or self.is_sharded:
             return None
         if self.set.keeps_master and (gradient is None or gradient.dtype != dtype):
             return None
@@ -297,7 +299,7 @@ class ConstrainedMatrix(Constrained):
         if self.is_square:
             self._state = state = self.optimizer.state[self.parameter]
             state[LIE_MARK] = self.drift
-        if self.master is not None and not is_sharded(self.parameter):
+        if self.master is not None and not self.is_sharded:
             self._exposed = self.master.view(torch.uint8)
             self.optimizer.state[self.parameter][self._master_key] = self._exposed
 
@@ -327,7 +329,7 @@ class ConstrainedMatrix(Constrained):
     def saved_master(self) -> Tensor | None:
         """Return the float32 copy of a checkpoint, if it is that of the stored weight."""
         saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
-        if saved is None or is_sharded(self.parameter):
+        if saved is None or self.is_sharded:
             return None
         # Optimizers cast loaded state to the parameter's dtype; all float types represent bytes.
         value = saved.to(torch.uint8).view(self.dtype)

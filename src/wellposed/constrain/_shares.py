@@ -149,6 +149,7 @@ def _follow(
     """Return a matrix, plain and whole, as its owner works on it after edits."""
     gathered = matrix.gathered or copy(matrix)
     gathered.layout = None
+    gathered.is_sharded = False
     gathered.slice = replace(matrix.slice, expert=None, rows=None)
     gathered.parameter = nn.Parameter(value)
     gathered.parameter.grad = gradient

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,10 +48,12 @@ class MatrixConstraint(Constraint):
         self.batched = batched
         """As ``batched=`` of `constrain_`; it may change between steps."""
         self._work = Workspace()
+        self._grouped: list[list[ConstrainedMatrix]] = []
+        """The batches whose gradients were put into coordinates, until their retraction."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the buffers of one step as well."""
-        return {**super().__getstate__(), "_work": Workspace()}
+        return {**super().__getstate__(), "_work": Workspace(), "_grouped": []}
 
     @torch.no_grad()
     def _prepare(self, optimizer: Optimizer) -> None:
@@ -133,11 +136,13 @@ class MatrixConstraint(Constraint):
     @torch._disable_dynamo  # it runs inside the guard of a compiled step
     def _undo(self) -> None:
         self._work.forget()
+        self._grouped = []
         super()._undo()
 
     @torch.no_grad()
     def _abandon(self) -> None:
         self._work.forget()
+        self._grouped = []
         super()._abandon()
 
     def _is_ahead(self, group: list[ConstrainedMatrix]) -> bool:
@@ -145,7 +150,8 @@ class MatrixConstraint(Constraint):
         return bool(self.batched) or group[0].parameter.device.type != "cpu"
 
     def _state(self, matrices: list[ConstrainedMatrix]) -> None:
-        for group in batches_of(matrices, self.batched):
+        self._grouped = batches_of(matrices, self.batched)
+        for group in self._grouped:
             is_steered = group[0].set.is_steered
             for weight in group if is_steered else ():
                 weight.gradient_is = "changing"
@@ -155,7 +161,14 @@ class MatrixConstraint(Constraint):
                 weight.gradient_is = "steered"
 
     def _retract(self, matrices: list[ConstrainedMatrix]) -> list[Outcome]:
-        pairs = self._guessed(batches_of(matrices, self.batched))
+        grouped = self._grouped
+        self._grouped = []
+        # Shards travel in parts, and a gradient may come late: then these are not the same matrices.
+        is_same = set(chain.from_iterable(grouped)) == set(matrices)
+        if not is_same or any(weight.is_displaced for weight in matrices):
+            grouped = batches_of(matrices, self.batched)
+
+        pairs = self._guessed(grouped)
         return [outcome for group, taken in pairs for outcome in self._retract_group(group, taken)]
 
     def _guessed(

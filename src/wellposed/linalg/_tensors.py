@@ -69,7 +69,8 @@ def full_precision(*device_types: str) -> Iterator[None]:
             for device_type in device_types or ("cpu",):
                 has_autocast = torch.amp.is_autocast_available(device_type)
                 kind = device_type if has_autocast else "cpu"
-                stack.enter_context(torch.autocast(kind, enabled=False))
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         try:
