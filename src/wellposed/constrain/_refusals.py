@@ -29,13 +29,16 @@ def merge_tied(model: nn.Module, chosen: Sequence[WeightSlice]) -> list[WeightSl
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     merged: dict[object, WeightSlice] = {}
+    announced: set[str] = set()
     for index, part in enumerate(chosen):
         rows = (id(part.parameter), part.expert, part.rows)
         key = index if part.parameter is None else rows
         name_here = part.parameter_name
         paths = names.get(id(part.parameter), [])
         others = tuple(name for name in paths if name != name_here)
-        if others and key not in merged:
+        # One line for a parameter, which may be a stack of many experts.
+        if others and key not in merged and name_here not in announced:
+            announced.add(name_here)
             logger.warning("%s is tied to %s; constrained once", name_here, ", ".join(others))
         merged.setdefault(key, replace(part, also=others))
     return list(merged.values())

@@ -32,8 +32,8 @@ class _Shard:
     name: str
     tensor: Any
     dtype: torch.dtype
-    is_of_fsdp: bool
-    """Whether FSDP2 alone cut it."""
+    is_known: bool
+    """Whether FSDP2 alone cut it, or expert parallelism between the experts of a stack."""
 
     @property
     def is_plain(self) -> bool:
@@ -77,7 +77,7 @@ def stand_in_problem(model: nn.Module) -> str:
     shards = [*_shards(model)]
     if any(shard.tensor.is_meta for shard in shards):
         return f"shards are on the meta device; load the weights first, {_REMEDY}"
-    names = _names(model, [shard for shard in shards if not shard.is_of_fsdp])
+    names = _names(model, [shard for shard in shards if not shard.is_known])
     if names:
         why = "not cut by FSDP2 alone, as under tensor parallelism"
         return f"{names} {why}; call find_roles before the model is cut, {_REMEDY}"
@@ -110,8 +110,8 @@ def _shards(model: nn.Module) -> Iterator[_Shard]:
                 continue
             policy = None if state is None else state._mp_policy.param_dtype
             dtype = policy if policy and tensor.dtype.is_floating_point else tensor.dtype
-            by_fsdp = _is_cut_once(tensor) and _is_managed(module, name, state)
-            yield _Shard(module, name, tensor, dtype, by_fsdp)
+            is_known = _is_managed(module, name, state) or _is_cut_between_experts(module, tensor)
+            yield _Shard(module, name, tensor, dtype, is_known and _is_cut_once(tensor))
 
 
 def _state(module: Any) -> Any:
@@ -143,6 +143,15 @@ def _is_cut_once(tensor: Any) -> bool:
     """Return whether a tensor is cut over one dimension of its mesh at most, in equal pieces."""
     kinds = [type(part).__name__ for part in tensor.placements if not part.is_replicate()]
     return kinds in ([], ["Shard"])
+
+
+def _is_cut_between_experts(module: nn.Module, tensor: Any) -> bool:
+    """Return whether a stack is cut along its first axis, in a module whose code reads it as it is.
+
+    With hooks, as `parallelize_module` puts them on, a whole weight may not be what the code reads.
+    """
+    has_hooks = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    return tensor.ndim == 3 and tensor.placements[0].is_shard(0) and not has_hooks
 
 
 def _distinct(shards: Sequence[_Shard]) -> list[_Shard]:
