@@ -122,6 +122,10 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 BENCHMARK = Benchmark(
     "L2 and cosine attention in BERT, GPT-2 and Llama over their sdpa attention, forward + backward",
-    "L2 <= 1.10, cosine <= 1.25", 6, rows, ("cpu", "cuda"),
-    goals=(Goal("wellposed_l2 *", "<= 1.1", WIDER_HEAD), Goal("*", "<= 1.25")),
+    "L2 <= 1.2, in two layers <= 1.1; cosine <= 1.25", 6, rows, ("cpu", "cuda"),
+    goals=(
+        Goal("wellposed_l2 / sdpa, attention alone*", "<= 1.2", WIDER_HEAD),
+        Goal("wellposed_l2 *", "<= 1.1"),
+        Goal("*", "<= 1.25"),
+    ),
 )  # fmt: skip

@@ -345,12 +345,15 @@ def _plain_of(scale: float, lr: float, width: int) -> tuple[nn.Module, Callable[
 
 SMALL = (
     "Newton-Schulz steps and landing leave out what ours does: project the gradient, notice edits between steps, undo a"
-    " step that breaks off, bound the error. At width 128 these passes over the weight cost more than the products. The"
-    " error of landing depends on its rate."
+    " step that breaks off, bound the error. Ours has 3 products, two Newton-Schulz steps have 4. At width 128, with 12"
+    " weights, the passes of ours over each weight take as long as 1.7 products, so the ratio could be 0.85 at most."
+    " Its calls of Python take 0.5 ms a step and 0.04 ms a weight. The error of landing depends on its rate."
 )
 LARGE_STEPS = (
-    "These weights start inside, but a step of AdamW at this rate is half a bound long, so each step has its proof, and"
-    " within the 60 steps they reach the bound. Many values are then above it."
+    "A Gram matrix and its factor, the proof alone, take 3.6 times what torch adds for a weight (AMD EPYC, width 512)."
+    " A second factor, which shows that no lower norm is proved, takes 1.7 times that, the products of the cap 6.7"
+    " times. A step of AdamW at rate 1e-3 is half a bound long. Weights that start inside reach the bound within the 60"
+    " steps, and 25 to 48 values are then above it."
 )
 BENCHMARK = Benchmark(
     "what peers add to a step of AdamW on 1,024 tokens, over what constrain_ adds", "at least what ours adds", 15, rows,
@@ -358,7 +361,7 @@ BENCHMARK = Benchmark(
         Goal("extra of a step / ours*", ">= 1", SMALL),
         Goal("error after 200 steps, ours*", "<= 1e-5"),
         Goal("spectral step / spectral_norm, inside*", "<= 8", LARGE_STEPS),
-        Goal("spectral step / spectral_norm, pushed*", "<= 12"),
+        Goal("spectral step / spectral_norm, pushed*", "<= 12", LARGE_STEPS),
         Goal("largest norm, ours*", "<= 1"),
     ),
 )  # fmt: skip
