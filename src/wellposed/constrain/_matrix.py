@@ -59,7 +59,7 @@ class ConstrainedMatrix(Constrained):
             axis=-1 if part.transposed else -2,
         )
         """How a matrix in shards lies on the ranks, if one of them can work on it."""
-        self.is_sharded = is_sharded(self.parameter)
+        self.is_sharded: bool = is_sharded(self.parameter)
         """Whether the parameter is a DTensor."""
         self.shape = part.shape
         """(rows, columns) of the whole matrix."""
