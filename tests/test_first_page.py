@@ -27,7 +27,8 @@ README = (ROOT / "README.md").read_text("utf-8")
 def brought_by(extra):
     """Return the installed distributions that pip would install for an extra, and nothing else."""
     lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"].get(extra, [])]
-    waiting, brought = [(line, "") for line in lines], {}
+    waiting = [(line, "") for line in lines]
+    brought = {}
     done = set()
     while waiting:
         line, wanted = waiting.pop()

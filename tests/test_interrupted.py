@@ -123,7 +123,8 @@ def same(value, other):
 def check(name, number, end):
     """End a verb by ``end(call, number)``; compare its model with an untouched and a finished one."""
     make, verb = VERBS[name]
-    model, finished = make(), make()
+    model = make()
+    finished = make()
     before = state_of(model)
     result = verb(finished)
     after = state_of(finished)
@@ -208,7 +209,8 @@ def test_edits_that_raise_are_undone_in_other_threads_too():
 
 
 def test_undoing_tries_again_what_an_error_ended_and_runs_the_rest():
-    undone, errors = [], [OSError("on purpose")]
+    undone = []
+    errors = [OSError("on purpose")]
 
     def once():
         if errors:
@@ -228,7 +230,8 @@ class Fails(nn.Module):
 
     def __init__(self, error):
         super().__init__()
-        self.lin, self.error = nn.Linear(8, 8), error
+        self.lin = nn.Linear(8, 8)
+        self.error = error
 
     def forward(self, x):
         raise self.error

@@ -93,7 +93,8 @@ def launches_and_reads(build, layers, attach, rate):
     model = build(layers)
     ids = torch.randint(0, 50, (2, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=True)
-    extra, watcher = None, None
+    extra = None
+    watcher = None
 
     def step():
         loss = model(input_ids=ids, labels=ids).loss

@@ -90,7 +90,8 @@ def test_a_trainer_that_breaks_in_any_callback_leaves_nothing(moment, error, tmp
     model = bert()
     outputs = seen_tensors(model)
     before = hooks_of(model), torch_state()
-    breaks, monitor = Breaks(event, error), MonitorCallback(every=1)
+    breaks = Breaks(event, error)
+    monitor = MonitorCallback(every=1)
     callbacks = [breaks, monitor] if is_first else [monitor, breaks]
     trainer = hf.Trainer(
         model, arguments(tmp_path), train_dataset=ROWS, eval_dataset=ROWS, callbacks=callbacks
@@ -116,7 +117,8 @@ def test_a_trainer_that_breaks_in_any_callback_leaves_nothing(moment, error, tmp
 
 
 def test_a_trainer_that_halves_its_batch_leaves_nothing(tmp_path):
-    model, tried = bert(), []
+    model = bert()
+    tried = []
 
     class Full(TrainerCallback):
         def on_step_end(self, args, *_, **__):
@@ -139,7 +141,9 @@ def test_a_trainer_that_halves_its_batch_leaves_nothing(tmp_path):
 class Module(lightning.LightningModule):
     def __init__(self, event, error):
         super().__init__()
-        self.body, self.event, self.error = bert(), event, error
+        self.body = bert()
+        self.event = event
+        self.error = error
         self.penalty = wp.OrthogonalityPenalty(self.body, affinity=1e-3, attention=1e-3)
 
     def on_train_start(self):
@@ -175,7 +179,8 @@ class Module(lightning.LightningModule):
 )
 def test_a_lightning_module_that_breaks_takes_its_hooks_with_it(event, error):
     module = Module(event, error)
-    body, before = module.body, torch_state()
+    body = module.body
+    before = torch_state()
     batches = DataLoader(
         [{"input_ids": torch.tensor(row["input_ids"]), "labels": row["labels"]} for row in ROWS]
     )

@@ -48,7 +48,10 @@ def held(model):
 
 
 Q = K = V = (2, 2, 5, 4)
-SQUARE, TALL, X, ROWS = (4, 4), (5, 3), (2, 5, 8), (2, 3, 4)
+SQUARE = (4, 4)
+TALL = (5, 3)
+X = (2, 5, 8)
+ROWS = (2, 3, 4)
 CHANCES = draw(2, 3, 4).softmax(-1)
 FUNCTIONS = {
     "l2_attention": (functional.l2_attention, Q, K, V),

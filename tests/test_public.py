@@ -57,7 +57,8 @@ def test_a_public_name_is_what_its_package_publishes_and_defines(name, package):
 
 @pytest.mark.parametrize("package", LAZY)
 def test_python_gives_the_objects_that_type_checkers_see(package):
-    module, checked = importlib.import_module(package), seen_by_type_checkers(package)
+    module = importlib.import_module(package)
+    checked = seen_by_type_checkers(package)
     assert checked.keys() <= set(dir(module))
     assert set(module.__getattr__("__all__")) <= checked.keys()
     for name, home in checked.items():

@@ -30,9 +30,11 @@ class Grid(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.bags, self.rows = nn.EmbeddingBag(9, 8), nn.Parameter(torch.randn(4, 8))
+        self.bags = nn.EmbeddingBag(9, 8)
+        self.rows = nn.Parameter(torch.randn(4, 8))
         self.layer = nn.TransformerEncoderLayer(8, 2, 12)
-        self.norm, self.head = nn.LayerNorm((4, 8)), nn.Linear(8, 9, bias=False)
+        self.norm = nn.LayerNorm((4, 8))
+        self.head = nn.Linear(8, 9, bias=False)
         self.head.weight = self.bags.weight
 
     def forward(self, ids):

@@ -79,7 +79,8 @@ def test_a_sequence_of_padding_alone_adds_nothing(training):
     penalty.remove()
 
     batch = {"src": x, "src_key_padding_mask": padding}
-    both, first = wp.measure(layer, batch), wp.measure(layer, {"src": x[:1]})
+    both = wp.measure(layer, batch)
+    first = wp.measure(layer, {"src": x[:1]})
     for row, other in zip(both.activations, first.activations, strict=True):
         for number in ("max_norm", "attention_entropy", "affinity_orthogonality_error"):
             expected = other[number]
@@ -117,7 +118,8 @@ class Attention(nn.Module):
 def test_keys_and_values_may_have_different_numbers_of_heads(keys, values):
     """The kernel repeats the heads of each by itself."""
     torch.manual_seed(0)
-    model, x = Attention(keys, values), torch.randn(2, 5, 32)
+    model = Attention(keys, values)
+    x = torch.randn(2, 5, 32)
     roles = wp.find_roles(model, x)
     assert (roles.notes, roles.unnamed) == ((), ())
     (role,) = roles.attention

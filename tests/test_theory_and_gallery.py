@@ -245,7 +245,8 @@ class TestInBrowser:
 
     @pytest.mark.parametrize("width", GALLERY["WIDTHS"])
     def test_a_page_is_shown_at_the_width_of_its_picture(self, tmp_path, width):
-        page, taken = tmp_path / "page of one colour.html", tmp_path / "taken.png"
+        page = tmp_path / "page of one colour.html"
+        taken = tmp_path / "taken.png"
         rule = f"@media (width: {width}px) {{ body {{ background: #0000ff }} }}"
         page.write_text(f"<style>{rule}</style>", "utf-8")
         GALLERY["take_screen"](page, width, taken)

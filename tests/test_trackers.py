@@ -165,7 +165,8 @@ def test_names_that_mlflow_refuses_are_spelt_otherwise():
     class Towers(nn.Module):
         def __init__(self):
             super().__init__()
-            self.left, self.right = block(), block()
+            self.left = block()
+            self.right = block()
 
         def forward(self, x):
             return self.left(x) + self.right(x)
@@ -176,7 +177,8 @@ def test_names_that_mlflow_refuses_are_spelt_otherwise():
 
 
 def test_several_trackers_get_the_same():
-    first, second = WithLog(), Function()
+    first = WithLog()
+    second = Function()
     trained([first, second])
     assert first.calls == second.calls
     assert len(first.calls) == 3

@@ -125,7 +125,8 @@ def test_a_monitor_leaves_out_what_zero_hides_and_says_it_once(caplog):
                 rows.append(monitor.step())
         return rows
 
-    plain, copied = numbers(is_copied=False), numbers(is_copied=True)
+    plain = numbers(is_copied=False)
+    copied = numbers(is_copied=True)
     assert caplog.text.count("no grad_norm and update: DeepSpeed ZeRO steps copies") == 1
     for row, expected in zip(copied[:1], plain[:1], strict=True):
         left_out = expected.keys() - row.keys()
@@ -151,7 +152,8 @@ def test_gradients_after_zero_took_them_are_refused():
 
 
 def test_a_penalty_under_stages_1_and_2_is_that_of_one_process():
-    plain, copied = encoder(), encoder()
+    plain = encoder()
+    copied = encoder()
     optimizer = sgd(plain)
     step = copied_(copied, sgd(copied))
     penalties = [wp.OrthogonalityPenalty(model, key=1.0, affinity=0.1) for model in (plain, copied)]

@@ -49,7 +49,8 @@ def test_panels_of_one_quantity_share_its_axis(tmp_path):
 )
 def test_a_logarithmic_axis_has_three_numbers_however_short(tmp_path, values, count):
     draw([panel(values, y_scale="log")], tmp_path / "log.svg")
-    low, high = values[0] * 0.9, values[-1] * 1.1
+    low = values[0] * 0.9
+    high = values[-1] * 1.1
     assert sum(low <= value <= high for value in numbers(tmp_path / "log.svg")) >= count
 
 

@@ -163,7 +163,8 @@ def test_seeds_are_paired_by_number_not_by_place():
 
 
 def test_what_failed_is_counted_and_named_once():
-    nan, memory = Failure("failed", "loss is nan"), Failure("failed", "out of memory")
+    nan = Failure("failed", "loss is nan")
+    memory = Failure("failed", "out of memory")
     stopped = Failure("cancelled", "interrupted")
     assert str(SeedResults("a", {0: 1.0}, {1: nan, 2: nan})) == "2 of 3 seeds failed (loss is nan)"
     both = SeedResults("a", {}, {1: nan, 0: memory})

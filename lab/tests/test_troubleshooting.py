@@ -30,7 +30,8 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.abc, self.mix = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.abc = nn.Linear(16, 48)
+        self.mix = nn.Linear(16, 16)
 
     def forward(self, x):
         heads = [part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.abc(x).chunk(3, -1)]
@@ -71,7 +72,9 @@ class Case:
     """One row: what raises or prints the message, and what the page's line does about it."""
 
     def __init__(self, tmp_path, monkeypatch, capsys):
-        self.folder, self.monkeypatch, self.capsys = tmp_path, monkeypatch, capsys
+        self.folder = tmp_path
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
         monkeypatch.chdir(tmp_path)
 
     def cli(self, words):

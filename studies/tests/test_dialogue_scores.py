@@ -56,7 +56,8 @@ def test_cider_by_hand():
     # for n = 3, 4: 1/2. Pair 2: hypothesis "a c c" against "a c". n = 1: {c: 2L} and {c: L}: cosine
     # 1. n = 2: {ac: L, cc: L} and {ac: L} (cc is in no reference, df counted as 1): 1 / sqrt 2. n =
     #   3: the reference has none: 0. Mean (1 + 0.70711)/4.
-    hypotheses, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
+    hypotheses = [["a", "b"], ["a", "c", "c"]]
+    wanted = [["a", "b"], ["a", "c"]]
     assert metrics.cider(hypotheses, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
 
 
@@ -121,7 +122,8 @@ def test_embedding_metrics_by_hand():
 
 
 def test_words_without_a_vector_are_left_out_and_counted():
-    hypotheses, wanted = [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]]
+    hypotheses = [["a", "who"], ["who"], []]
+    wanted = [["a"], ["b"], ["a"]]
     scores, counts = vectors.embedding_scores(hypotheses, wanted, VECTORS)
     assert scores == pytest.approx(dict.fromkeys(metrics.VECTOR_METRICS, 1 / 3))
     assert counts == {"words": 6, "words_without_a_vector": 2, "pairs_without_vectors": 2}
@@ -198,7 +200,8 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
     BertModel(config).save_pretrained(tmp_path)
     WordEncoder(["a", "b", "c"]).tokenizer(max_length=16).save_pretrained(tmp_path)
     encode = vectors.hf_sentence_encoder(str(tmp_path), batch_size=2)
-    together, alone = encode(["a", "a b c", "b"]), encode(["a"])
+    together = encode(["a", "a b c", "b"])
+    alone = encode(["a"])
     assert together.shape == (3, 8)
     np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
     assert vectors.sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
@@ -210,7 +213,8 @@ FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(tex
 
 
 def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without():
-    hypotheses, wanted = ["a b .", "c"], ["a b .", "c a"]
+    hypotheses = ["a b .", "c"]
+    wanted = ["a b .", "c a"]
     full = metrics.dialogue_scores(hypotheses, wanted, **FILES)
     assert set(full.scores) == set(metrics.DIALOGUE_METRICS)
     assert len(metrics.DIALOGUE_METRICS) == 9

@@ -48,7 +48,9 @@ def test_accuracies_are_compared_only_where_no_bound_of_ours_is_larger():
 
 def test_the_printed_slope_of_attention_is_exceeded_with_four_heads_and_the_sound_one_is_not():
     """All weights the identity and tokens of root mean square 1: printed 1, as for one head."""
-    width, heads, tokens = 16, 4, 4
+    width = 16
+    heads = 4
+    tokens = 4
     attention = InverseDAttention(width, heads).double()
     for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         torch.nn.init.eye_(part.weight)

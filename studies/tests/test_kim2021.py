@@ -99,7 +99,8 @@ def test_paper_scale_has_the_papers_numbers(tmp_path):
     config = run_config(request, sizes, "l2_contractive_kim2021", 1)
     assert (config.task_options["examples"], config.model.contractive_bound) == ("lines", "kim2021")
     assert run_config(request, sizes, "l2_contractive", 1).model.contractive_bound == "sharp"
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     assert (model.hidden_size, model.num_attention_heads, train.batch_size) == (512, 8, 64)
     assert (train.schedule, train.steps, train.warmup_steps) == ("kim2021", 100 * 663, 4000)
     assert one_layer(Request("medium", tmp_path)).limit is None, "medium reads the whole text"

@@ -52,7 +52,10 @@ def texts(task, split):
 def shape(text):
     """Return the depth of digits (the root has depth 1) and the number of arguments of every
     operator."""
-    depth, deepest, open_counts, counts = 1, 1, [0], []
+    depth = 1
+    deepest = 1
+    open_counts = [0]
+    counts = []
     for token in text.split():
         if token == "]":
             counts.append(open_counts.pop())

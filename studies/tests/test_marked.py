@@ -45,7 +45,8 @@ def test_without_repeats_every_slot_is_as_good_a_guess():
 
 def test_the_best_guess_from_the_bag_is_found_by_counting_every_row():
     """Over all rows of recall, the best guess for each bag of words, by brute force."""
-    words, slots = ("w0", "w1", "w2"), 3
+    words = ("w0", "w1", "w2")
+    slots = 3
     drawn = [
         Drawn((f"@{place}", *row), row[place])
         for row in itertools.product(words, repeat=slots)

@@ -43,7 +43,8 @@ def test_the_loss_is_the_sum_of_the_three_means(task):
     logits, examples = batch(task)
     labels = examples["labels"]
     sst = functional.cross_entropy(logits[:6, :5], labels[:6, 0].long())
-    para, duplicate = logits[6:12, 5], labels[6:12, 1]
+    para = logits[6:12, 5]
+    duplicate = labels[6:12, 1]
     signs = duplicate * functional.logsigmoid(para) + (1 - duplicate) * functional.logsigmoid(-para)
     sts = (5 / (1 + torch.exp(-logits[12:, 6])) - labels[12:, 2]).square().mean()
     total, count = task.loss_sum(logits, examples)
@@ -74,7 +75,8 @@ def test_two_passes_give_a_linear_layer_on_both_states(minbert):
     rows = [row for row in task.dataset("train") if "second" in row][:4]
     sides = [[row["input_ids"] for row in of] for of in (rows, [row["second"] for row in rows])]
     states = torch.tensor([[len(ids), sum(ids)] for side in sides for ids in side]).log()
-    head, examples = torch.randn(task.model_kwargs()["num_labels"], 2), task.collate(rows)
+    head = torch.randn(task.model_kwargs()["num_labels"], 2)
+    examples = task.collate(rows)
     logits = torch.cat([states[:4], states[4:]], 1) @ torch.cat([head[5], head[7]])
     loss, count = task.loss_sum(states @ head.mT, examples)
     labels = examples["labels"][:4, 1]

@@ -26,12 +26,11 @@ def connected_on_paper(drawing, size):
     paper = np.ones((size * fine,) * 2, bool)
     marked = np.ones_like(paper)
     start, end = np.concatenate(drawing.curves).T[..., None]
-    inked, dots = (
-        fine * (start + np.linspace(0, 1, 40) * (end - start)),
-        fine * np.array(drawing.dots),
-    )
+    inked = fine * (start + np.linspace(0, 1, 40) * (end - start))
+    dots = fine * np.array(drawing.dots)
     paper[inked.imag.astype(int), inked.real.astype(int)] = False
-    rows, columns = dots.imag.astype(int), dots.real.astype(int)
+    rows = dots.imag.astype(int)
+    columns = dots.real.astype(int)
     marked[rows, columns] = False
     ink = ndimage.distance_transform_edt(paper) <= pen * fine
     ink |= ndimage.distance_transform_edt(marked) <= (pathfinder.RADIUS + pen / 2) * fine
@@ -53,7 +52,8 @@ def test_dashes_have_their_length_gap_and_turn_and_stay_inside():
     rules = pathfinder.RULES["medium"]
     drawing = pathfinder.draw_image(rules, 1, "geometry")
     for curve in drawing.curves:
-        steps, gaps = curve[:, 1] - curve[:, 0], curve[1:, 0] - curve[:-1, 1]
+        steps = curve[:, 1] - curve[:, 0]
+        gaps = curve[1:, 0] - curve[:-1, 1]
         assert abs(steps) == pytest.approx(pathfinder.DASH)
         assert abs(gaps) == pytest.approx(pathfinder.GAP)
         assert abs(np.angle(steps[1:] / steps[:-1])).max() <= rules.max_turn + 1e-9
@@ -94,7 +94,8 @@ def test_pixels_show_the_dots_the_dashes_and_nothing_else():
 
 @pytest.mark.slow
 def test_images_depend_on_seed_split_and_number_alone():
-    task, larger = build(**FEW), build(**{**FEW, "num_train": 8})
+    task = build(**FEW)
+    larger = build(**{**FEW, "num_train": 8})
     assert list(larger.dataset("train"))[:6] == list(task.dataset("train"))
     every = [tuple(example["input_ids"]) for split in SPLITS for example in task.dataset(split)]
     assert len(set(every)) == len(every)

@@ -123,7 +123,8 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
 def test_a_row_whose_numbers_have_changed_is_stale_and_made_again(tmp_path, monkeypatch):
     make(monkeypatch)
     assert run_all(tmp_path)[0] == 0
-    figure, words = "kim2021/figure-2", "confirmed"
+    figure = "kim2021/figure-2"
+    words = "confirmed"
     monkeypatch.setattr(Recipe, "protocol", lambda recipe, _: str(recipe.name == figure))
     text = reproduction_page(tmp_path / "out")
     assert f"| {words}, stale |" in text
@@ -276,7 +277,8 @@ def test_committed_results_name_the_data_that_their_recipes_read():
 
 def other_words(values):
     """Return which texts of a row differ from those of its recipe."""
-    recipe, scale = RECIPES.get(values["recipe"]), values["scale"]
+    recipe = RECIPES.get(values["recipe"])
+    scale = values["scale"]
     notes = recipe.notes_under("Note")
     plan = recipe.power and dict(recipe.power(Request(scale, Path("nowhere"))))
     pairs = {
@@ -318,7 +320,8 @@ def test_other_words_are_noticed(part, change):
         )
 
     values = copy.deepcopy(next(filter(whole, COMMITTED)))
-    recipe, request = RECIPES.get(values["recipe"]), Request(values["scale"], Path("nowhere"))
+    recipe = RECIPES.get(values["recipe"])
+    request = Request(values["scale"], Path("nowhere"))
     values |= {"paper_says": recipe.claim, "quoted": recipe.notes_under("Quote")}
     assert recipe.power is not None
     values |= {"notes": recipe.notes_under("Note"), "power": dict(recipe.power(request))}

@@ -24,7 +24,8 @@ def as_tsv(rows):
 
 
 def decoded(task, split):
-    decode, rows = task.tokenizer.decode, task.dataset(split)
+    decode = task.tokenizer.decode
+    rows = task.dataset(split)
     names = ("input_ids", "input_ids_pair")
     return [(row["labels"][0], *(decode(row[name]) for name in names)) for row in rows]
 

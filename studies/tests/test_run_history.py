@@ -34,8 +34,10 @@ def make(monkeypatch, verdicts):
     count = iter(range(99))
 
     def made(recipe, request):
-        got, size = f"{next(count)} at {request.scale}", SIZE
-        panel, test = Panel("t", "x", "y"), Criterion("it is larger", seeds=3)
+        got = f"{next(count)} at {request.scale}"
+        size = SIZE
+        panel = Panel("t", "x", "y")
+        test = Criterion("it is larger", seeds=3)
         holds = verdicts.get(request.scale)
         return Reproduction([{"a": got}], [panel], got, holds, criterion=test, size=size)
 

@@ -36,7 +36,8 @@ def test_printed_values_give_the_printed_gains():
     assert len(printed) == 6 + 2 + 3 + 18
     for values in printed:
         values = dict(values)
-        plain, gain = values.pop("post_ln"), values.pop("gain", None)
+        plain = values.pop("post_ln")
+        gain = values.pop("gain", None)
         top = (
             values["oc2"] if gain == 5.3 else max(values.values())
         )  # the gain of En-Mk is VAR-II's
@@ -82,7 +83,8 @@ def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_time
     # Two keys +-k, q = 0, noise along k: p = sigmoid(2 alpha eps |k|), change = sqrt 2 |p - 1/2|,
     # by hand.
     keys = torch.tensor([[3.0, 4.0], [-3.0, -4.0]], dtype=torch.float64)
-    alpha, eps = 1 / math.sqrt(2), 1e-4
+    alpha = 1 / math.sqrt(2)
+    eps = 1e-4
     delta = eps * keys[0] / 5
     changed = float(theorem.row_change(torch.zeros(2, dtype=torch.float64), delta, keys, alpha))
     by_hand = math.sqrt(2) * abs(1 / (1 + math.exp(-2 * alpha * eps * 5)) - 0.5)
@@ -108,10 +110,12 @@ def test_the_runs_of_the_papers_are_presets_by_name():
     papers = [name for name in PRESETS if name.startswith(("zhang2021", "huang2020"))]
     for name in papers:
         config = RUN_PRESETS.get(name)()
-        source, target = str(config.task_options["src"]), str(config.task_options["tgt"])
+        source = str(config.task_options["src"])
+        target = str(config.task_options["tgt"])
         assert f"-{source}-{target}" in name
         assert config.model.norm == ("none" if name.startswith("huang2020") else "post")
-        train, options = config.train, config.task_options
+        train = config.train
+        options = config.task_options
         if name.startswith("huang2020"):
             assert (train.schedule, train.decay_steps) == ("inverse_sqrt", 4000)
             tokens = int(options["tokens_per_batch"] or 0) * train.gradient_accumulation
@@ -148,7 +152,9 @@ def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path):
 def test_languages_name_the_columns_of_a_file(tmp_path):
     lines = [f"{'one two'[: i % 7 + 1]} {i}\t{'un deux'[: i % 7 + 1]} {i}" for i in range(60)]
     (tmp_path / "train.tsv").write_text("\n".join(["en\tfr", *lines]) + "\n")
-    table, out, data = "zhang2021/table-2", tmp_path / "out", str(tmp_path)
+    table = "zhang2021/table-2"
+    out = tmp_path / "out"
+    data = str(tmp_path)
     with pytest.raises(ConfigError, match="give --languages SRC,TGT"):
         reproduce(table, scale="toy", out=out, data=data)
     done = reproduce(table, scale="toy", out=out, data=data, languages="en,fr")
@@ -179,10 +185,8 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path, mo
     monkeypatch.setattr(FinishedRun, "settled", True)
 
     def run(variant, depth, seed, valid):
-        loss, of = (
-            {} if valid is None else {"loss,valid": valid, "loss,test": valid},
-            {"depth": depth, "seed": seed},
-        )
+        loss = {} if valid is None else {"loss,valid": valid, "loss,test": valid}
+        of = {"depth": depth, "seed": seed}
         return finished(
             "translation", variant, loss, **of, reference={"loss": 2.0}, folder=tmp_path
         )
@@ -192,7 +196,8 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path, mo
     runs = [
         run(*key, seed, value) for key, pair in losses.items() for seed, value in enumerate(pair)
     ]
-    request, sizes = Request("mini", tmp_path), Sizes(2, 2, depths=(6, 100), rates=(1e-3,))
+    request = Request("mini", tmp_path)
+    sizes = Sizes(2, 2, depths=(6, 100), rates=(1e-3,))
     result = summarise(request, sizes, runs)
     assert result.holds
     assert "T-Fixup trains at 6, 100" in result.got

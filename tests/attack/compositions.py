@@ -68,7 +68,8 @@ class RealTokens(nn.Module):
 
     def __init__(self, module, real):
         super().__init__()
-        self.module, self.real = module, real
+        self.module = module
+        self.real = real
 
     def forward(self, x, **options):
         y = output_of(self.module, x, **options)

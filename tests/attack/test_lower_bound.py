@@ -68,7 +68,8 @@ def masked(mask, tokens):
 def test_ascent_over_weights_as_well_stays_below_the_bound(norm, mask, shape, heads):
     """Ascend log(slope / bound) over inputs, directions and weights."""
     attention = L2SelfAttention(shape[1], heads).double().eval()
-    options, constants = masked(mask, shape[0]), l2_constants(shape[0], mask=mask)
+    options = masked(mask, shape[0])
+    constants = l2_constants(shape[0], mask=mask)
     x, v = (torch.randn(8, *shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
     optimizer = torch.optim.Adam([x, v, *attention.parameters()], lr=0.05)
 
@@ -100,7 +101,8 @@ def test_functions_classifiers_and_models_with_embeddings():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 2)
+            self.embed = nn.Embedding(7, 4)
+            self.head = nn.Linear(4, 2)
 
         def get_input_embeddings(self):
             return self.embed

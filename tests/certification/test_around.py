@@ -15,7 +15,8 @@ from wellposed.models import (
 )
 from wellposed.nn import BallAttention, CosineSelfAttention, DotProductAttention, L2SelfAttention
 
-WIDTH, TOKENS = 8, 4
+WIDTH = 8
+TOKENS = 4
 
 
 def classifier(

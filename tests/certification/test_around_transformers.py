@@ -14,7 +14,8 @@ from wellposed.certification import attain, certify, local_radius
 from wellposed.errors import NotLipschitzError
 from wellposed.models import input_vectors
 
-WIDTH, TOKENS = 8, 4
+WIDTH = 8
+TOKENS = 4
 SIZES = {
     "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
     "vocab_size": 11, "num_labels": 3, "max_position_embeddings": 9, "pad_token_id": 0,

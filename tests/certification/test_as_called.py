@@ -242,13 +242,15 @@ def _largest_slope(module, norm, radius, width=8):
     x = scale * torch.randn(16, TOKENS, width)
     x = x.clamp(-1 / math.sqrt(width), 1 / math.sqrt(width)) if radius is not None else x
     y = torch.cat([x[:8] + 0.1 * (x[8:] - x[:8]), x[:8]])
-    x, y = x.to(dtype), y.to(dtype)
+    x = x.to(dtype)
+    y = y.to(dtype)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(1)
         first = output_of(module, x)
         torch.manual_seed(1)
         second = output_of(module, y)
-    moved, apart = (second - first).double(), (y - x).double()
+    moved = (second - first).double()
+    apart = (y - x).double()
     moved = moved[:, None] if moved.ndim == 2 else moved
     return float((perturbation_size(moved, norm) / perturbation_size(apart, norm)).max())
 

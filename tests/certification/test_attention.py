@@ -18,11 +18,20 @@ from wellposed.certification import (
 from wellposed.errors import ConfigError
 from wellposed.nn import BallAttention, CosineSelfAttention, DotProductAttention
 
-D, HEADS, HEAD_DIM, N, R = 4, 2, 2, 3, 0.7
+D = 4
+HEADS = 2
+HEAD_DIM = 2
+N = 3
+R = 0.7
 # Singular values of head 0 and of head 1; the smaller one of each head is half of it.
-Q, K, V, OUT = (2.0, 0.5), (1.5, 3.0), (0.6, 2.5), (1.2, 0.4)
+Q = (2.0, 0.5)
+K = (1.5, 3.0)
+V = (0.6, 2.5)
+OUT = (1.2, 0.4)
 # Biases of queries (the first coordinate of each head), of values and of the output.
-BQ, BV, BO = (0.3, 0.8), (0.2, 0.1), 0.05
+BQ = (0.3, 0.8)
+BV = (0.2, 0.1)
+BO = 0.05
 ROOT = math.sqrt(HEAD_DIM)
 
 
@@ -126,11 +135,13 @@ def test_head_norms_bound_queries_and_keys_whatever_comes_in():
     """s = sqrt d max|gamma| is the size of queries and keys, l = |W| max|gamma| / sqrt eps their
     slope."""
     module = attention(qk_norm=True, eps=0.04)
-    gain_q, gain_k = 1.5, 0.5
+    gain_q = 1.5
+    gain_k = 0.5
     with torch.no_grad():
         module.q_norm.weight.copy_(torch.tensor([-gain_q, 1.0]))
         module.k_norm.weight.copy_(torch.tensor([0.25, gain_k]))
-    size_q, size_k = gain_q * ROOT, gain_k * ROOT
+    size_q = gain_q * ROOT
+    size_k = gain_k * ROOT
     query = [R / ROOT * size_k * q * gain_q / 0.2 for q in Q]
     key = [R / ROOT * size_q * k * gain_k / 0.2 for k in K]
     expected = joined([1 + a + b for a, b in zip(query, key, strict=True)])
@@ -148,7 +159,8 @@ def test_values_and_outputs_that_cancel_are_no_constant():
     none = torch.zeros(1, 1, 2, dtype=torch.float64)
     for a, b, c in (1 + 1e-10 * torch.rand(20, 3, dtype=torch.float64)).tolist():
         d = -a * b / c
-        value, output = none.new_tensor([[[a, c]]]), none.new_tensor([[[b], [d]]])
+        value = none.new_tensor([[[a, c]]])
+        output = none.new_tensor([[[b], [d]]])
         weights = AttentionWeights(none, none, value, output, *[none[0]] * 3, none[0, 0, :1])
         exact = abs(Fraction(a) * Fraction(b) + Fraction(c) * Fraction(d))
         bound = dot_product_ball_bound(weights, radius=1.0, seq_len=2).value
@@ -161,7 +173,8 @@ BY_ONE = partial(nn.MultiheadAttention, batch_first=True)
 @pytest.mark.parametrize(("kind", "factor"), [(CosineSelfAttention, 1), (BallAttention, 4)])
 def test_the_scales_of_one_head_serve_all_that_the_call_cuts(kind, factor):
     """Each of four heads then has the scale of the single head, four times its usual share."""
-    module, fresh = kind(8, 1), kind(8, 4)
+    module = kind(8, 1)
+    fresh = kind(8, 4)
     module.num_heads = 4
     for name, part in fresh.named_parameters():
         part.data.copy_(module.get_parameter(name))
@@ -190,7 +203,9 @@ def normalised(per_head):
 @pytest.mark.parametrize("mask", ["full", "causal", "any"])
 @pytest.mark.parametrize("tokens", [1, 5, 20])
 def test_cosine_attention(mask, tokens):
-    eps, tau, nu = 0.25, torch.tensor([-0.5, 2.0]), torch.tensor([3.0, -0.75])
+    eps = 0.25
+    tau = torch.tensor([-0.5, 2.0])
+    nu = torch.tensor([3.0, -0.75])
     weights = (split(Q), split(K), split(V), split(OUT).mT.contiguous())
     options = {"eps": eps, "temperature": tau, "value_scale": nu}
     slope = [abs(float(scale)) / math.sqrt(eps) for scale in nu]

@@ -23,7 +23,8 @@ from wellposed.certification.bounds import (
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 
-WIDTH, TOKENS = 4, 3
+WIDTH = 4
+TOKENS = 3
 
 
 def feedforward(hidden=6, activation=None, depth=2):

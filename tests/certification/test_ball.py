@@ -58,7 +58,8 @@ def ratio(module, tokens, width, norm="tok", **overrides):
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["full", "causal", "padding", "any"])
 def test_heads_masks_and_norms(norm, heads, kind):
-    width, tokens = 2 * heads, 4
+    width = 2 * heads
+    tokens = 4
     options = {
         "full": {},
         "causal": {"is_causal": True},
@@ -115,7 +116,8 @@ def test_no_attack_on_cross_attention_exceeds_the_constants_that_its_class_state
     temperature, share = (scale.detach() for scale in layer.head_scales(torch.float64))
     share = share * torch.linalg.matrix_norm(output @ value, 2)
     sharp = temperature * torch.linalg.matrix_norm(key.mT @ query, 2)
-    x, memory = torch.randn(1, 3, 4).double(), torch.randn(1, 5, 3).double()
+    x = torch.randn(1, 3, 4).double()
+    memory = torch.randn(1, 5, 3).double()
     options = {"restarts": 6, "steps": 40, "scales": (0.3, 3.0)}
     for fixed in (0.5, 5.0):
         of_x = partial(called, layer, memory=fixed * memory)
@@ -169,7 +171,8 @@ def test_the_projection_attains_its_constant(norm, width):
 
 def block(residuals, width=4):
     made = SAMPLES[Block][0].build(8)
-    made.attention, made.feedforward = attention(width, 2), MaxMinFeedForward(width, 2 * width)
+    made.attention = attention(width, 2)
+    made.feedforward = MaxMinFeedForward(width, 2 * width)
     for projection in (made.feedforward.up_proj, made.feedforward.down_proj):
         nn.init.orthogonal_(projection.weight)
     made.attention_residual, made.feedforward_residual = residuals

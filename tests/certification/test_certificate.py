@@ -15,7 +15,8 @@ from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 
 NORMS = ("tok", 2, "inf")
-TOKENS, WIDTH = 4, 6
+TOKENS = 4
+WIDTH = 6
 
 
 def make_certificate(**changes):
@@ -47,7 +48,8 @@ def descend(model, embeds, radius, norm):
         logits = model(inputs_embeds=embeds + delta).logits
         return (logits.gather(-1, chosen) - logits.scatter(-1, chosen, -math.inf)).amin(-1)
 
-    delta, limits = torch.zeros_like(embeds), radius[:, None, None]
+    delta = torch.zeros_like(embeds)
+    limits = radius[:, None, None]
     smallest = torch.full_like(radius, math.inf)
     for _ in range(15):
         delta = delta.detach().requires_grad_()
@@ -183,7 +185,8 @@ def test_a_last_map_of_another_class_is_not_read_off_its_weight():
 
     bound = lambda module, site: LayerBound(10 * site.operator_norm(module.weight), "")  # noqa: E731
     register_rule(Tenfold)(bound)
-    model, logits = make_model(0, attention="cosine"), torch.tensor([[3.0, 2.0, 1.0]])
+    model = make_model(0, attention="cosine")
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
     plain = certify(model, seq_len=TOKENS)
     radius = float(plain.radius(logits))
     model.classifier.__class__ = Tenfold

@@ -63,7 +63,8 @@ def test_residuals_and_norm_placements_by_hand():
         assert total <= first * (1 + before * feedforward) * after
         if norm != "pre":
             # The skip is inside the bound of the feed-forward.
-            up, down = block.feedforward.up_proj, block.feedforward.down_proj
+            up = block.feedforward.up_proj
+            down = block.feedforward.down_proj
             links = [Matrix(up.weight), Slopes(-0.128905, 1.128905), Matrix(down.weight)]
             inside = tightest_bound(links, 1.0, 1.0)
             assert total == pytest.approx(first * inside.value * after, rel=1e-9)
@@ -323,7 +324,8 @@ def test_a_total_that_no_kind_of_part_makes_is_said_to_be_of_no_use():
 
 
 def test_a_rule_is_asked_once_and_what_a_layer_divides_by_is_made_once(monkeypatch):
-    asked, made = [], []
+    asked = []
+    made = []
 
     class Counted(nn.Linear):
         pass
@@ -349,7 +351,8 @@ def test_a_rule_is_asked_once_and_what_a_layer_divides_by_is_made_once(monkeypat
 def test_a_certificate_of_bert_enters_sixteen_files():
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = BertModel(BertConfig(hidden_size=8, vocab_size=11, **sizes)).eval()
-    home, entered = str(Path(wellposed.__file__).parent), set()
+    home = str(Path(wellposed.__file__).parent)
+    entered = set()
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(home):

@@ -134,7 +134,9 @@ class Claimed(nn.Module):
 
     def __init__(self, slope, bound, width=6):
         super().__init__()
-        self.slope, self.bound, self.in_features = slope, bound, width
+        self.slope = slope
+        self.bound = bound
+        self.in_features = width
         self.seen = []
 
     def forward(self, x):
@@ -201,7 +203,8 @@ def test_inputs_stay_in_the_ball_at_two_sizes(radius, reach):
 
 
 def test_the_innermost_offender_is_named_and_the_largest_bound_of_a_shared_part_counts():
-    low, high = Claimed(1.0, 0.5), Claimed(1.0, 1.0)
+    low = Claimed(1.0, 0.5)
+    high = Claimed(1.0, 1.0)
     with pytest.raises(UnsoundBoundError, match=r"1\.0 \(Claimed\)"):
         certify(nn.Sequential(high, nn.Sequential(low, high)), seq_len=3)
 

@@ -24,7 +24,8 @@ from wellposed.certification.bounds import (
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import DynamicErf, DynamicTanh, InvertibleResidual, MaxMin, TransJectStack
 
-WIDTH, TOKENS = 8, 4
+WIDTH = 8
+TOKENS = 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -14,7 +14,8 @@ from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
 from wellposed.models import embedding_radius, input_vectors
 
-WIDTH, TOKENS = 8, 5
+WIDTH = 8
+TOKENS = 5
 
 
 @pytest.mark.parametrize(
@@ -64,5 +65,6 @@ def test_a_part_that_the_fused_kernel_does_not_call_is_refused():
     assert "its dropout2 is a Linear" in why(layer, radius=1.0)
     layer.self_attn.num_heads = 1  # the kernel needs an even number
     by_one = certify(layer, seq_len=TOKENS, radius=1.0).total
-    layer.self_attn.num_heads, layer.activation_relu_or_gelu = 2, 0
+    layer.self_attn.num_heads = 2
+    layer.activation_relu_or_gelu = 0
     assert max(by_one, certify(layer, seq_len=TOKENS, radius=1.0).total) < math.inf

@@ -13,7 +13,8 @@ from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
 from wellposed.nn import InvertibleResidual
 
-WIDTH, HIDDEN = 6, 9
+WIDTH = 6
+HIDDEN = 9
 
 
 def swiglu(*, bias=False):

@@ -21,7 +21,8 @@ from wellposed.certification import (
 from wellposed.models import WellposedModel
 from wellposed.nn import BallProjection, DynamicErf, DynamicTanh, MaxMin, ReZeroResidual
 
-WIDTH, R = 4, 0.3
+WIDTH = 4
+R = 0.3
 NORMS = ("tok", 2, "inf")
 
 
@@ -296,6 +297,7 @@ def test_the_slope_of_an_activation_is_the_steepest_of_a_fine_grid(name):
     if function is not None:
         layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation=function).double()
         parts = rows(layer.eval(), radius=1.0, cross_check=False)
-        up, shift = parts["linear1"], float(layer.linear1.bias.detach().norm())
+        up = parts["linear1"]
+        shift = float(layer.linear1.bias.detach().norm())
         ball = math.inf if name == "sigmoid" else (up.lipschitz * up.radius + shift) * steepest
         assert parts["linear2"].radius == pytest.approx(ball, rel=3e-4)

@@ -18,7 +18,8 @@ from wellposed.errors import ConfigError
 def test_every_change_of_the_module_is_said_and_none_that_is_not_one(change):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     model.register_buffer("scale", torch.ones(1))
-    certificate, logits = certify(model, seq_len=2), torch.randn(1, 3)
+    certificate = certify(model, seq_len=2)
+    logits = torch.randn(1, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         right = certificate.radius(logits)
@@ -161,7 +162,8 @@ def test_a_certificate_of_0_4_without_options_still_loads():
 
 
 def test_the_digest_is_kept_with_the_certificate():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    first = nn.Linear(2, 2)
+    second = nn.Linear(2, 2)
     digest = certify(first, seq_len=2).weights
     assert digest == certify(copy.deepcopy(first), seq_len=3).weights
     assert digest != certify(second, seq_len=2).weights

@@ -12,7 +12,9 @@ from wellposed.certification import certify
 from wellposed.errors import NotLipschitzError
 from wellposed.nn import OrthogonalFeedForward, TransJectStack
 
-D, L, N = 4, 2, 4
+D = 4
+L = 2
+N = 4
 
 
 def make(alpha=0.9, **options):
@@ -47,7 +49,8 @@ def test_padded_outputs_are_left_out_and_the_table_says_so(options, norm):
         if "num_experts" in options:
             layer.attention.gate.weight.data.mul_(4)
     certificate = certify(stack, seq_len=2, norm=norm)
-    x, moved = torch.randn(1, 2, D, dtype=torch.float64), torch.zeros(1, 2, D, dtype=torch.float64)
+    x = torch.randn(1, 2, D, dtype=torch.float64)
+    moved = torch.zeros(1, 2, D, dtype=torch.float64)
     x[0, 1] *= 1e4
     moved[0, 0] = 1e-4 * torch.randn(D, dtype=torch.float64)
     padding = torch.tensor([[False, True]])

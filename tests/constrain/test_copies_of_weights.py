@@ -13,7 +13,10 @@ class Slow:
     """A wrapper that pulls weights to slow ones every ``k`` steps."""
 
     def __init__(self, optimizer, k=5, alpha=0.5):
-        self.optimizer, self.k, self.alpha, self.count = optimizer, k, alpha, 0
+        self.optimizer = optimizer
+        self.k = k
+        self.alpha = alpha
+        self.count = 0
         self.slow = [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
 
     def weights(self):

@@ -57,7 +57,9 @@ class Logits(TorchFunctionMode):
                 logits = logits.masked_fill(~is_open, -math.inf)
             self.largest = logits.amax((0, 2, 3))
         elif func is F.multi_head_attention_forward and self.largest is None:
-            x, weight, bias = args[0].detach().double(), args[5].double(), args[6].double()
+            x = args[0].detach().double()
+            weight = args[5].double()
+            bias = args[6].double()
             parts = (x @ weight[:64].T + bias[:64]).split(32, -1)
             query, key = (part.unflatten(-1, (4, 8)).transpose(0, 2) for part in parts)
             self.largest = (query @ key.mT / 8**0.5).amax((1, 2, 3))
@@ -93,7 +95,8 @@ def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name):
         for parameter in built.parameters():  # biases too
             parameter.copy_(torch.randn_like(parameter) * 0.4)
     batch = batch_for(name, built)
-    before, start = seen(built, batch), copy.deepcopy(built.state_dict())
+    before = seen(built, batch)
+    start = copy.deepcopy(built.state_dict())
     bound = float(before.median())
     optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
     handle = constrain_(built, optimizer, to="logits", bound=bound, batch=batch)
@@ -294,7 +297,8 @@ def test_a_step_takes_few_launches_and_no_read(bound, per_layer):
         counts = [one_step(Launches(), layers, limit).count for limit in (None, bound)]
         return counts[1] - counts[0]
 
-    few, many = launches(2), launches(5)
+    few = launches(2)
+    many = launches(5)
     assert many - few <= 3 * per_layer
     assert few <= 40 + 2 * per_layer
     one_step(FakeTensorMode(allow_non_fake_inputs=True), bound=bound)  # a read raises

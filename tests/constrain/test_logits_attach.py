@@ -62,7 +62,9 @@ class Needy(nn.Module):
 
     def __init__(self, *, capped):
         super().__init__()
-        self.num_heads, self.shift, self.capped = 2, None, capped
+        self.num_heads = 2
+        self.shift = None
+        self.capped = capped
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, name, nn.Linear(16, 16, bias=False))
 

@@ -90,7 +90,9 @@ def test_a_rectangular_weight_takes_the_step_of_spel(shape):
     muon.step()
     step = layer.weight.detach().double() - point
     if shape[0] < shape[1]:
-        point, gradient, step = point.mT, gradient.mT, step.mT
+        point = point.mT
+        gradient = gradient.mT
+        step = step.mT
     scale = RATE * math.sqrt(max(1.0, shape[0] / shape[1]))
     expected = polar(point - scale * polar(tangent(point, gradient))) - point
     assert cosine(step, expected) >= 0.97

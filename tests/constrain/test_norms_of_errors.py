@@ -110,7 +110,9 @@ def test_rounding_of_many_steps_stays_below_a_quarter_of_the_tolerance(kind):
         "nearly diagonal": torch.linalg.qr(torch.eye(width) + 0.02 * (noise - noise.T))[0],
         "random": torch.linalg.qr(noise)[0],
     }[kind]
-    point, drift, corrected = start.float(), None, 0
+    point = start.float()
+    drift = None
+    corrected = 0
     out = torch.empty_like(point)
     for _ in range(60):
         taken = rotate(point, 1e-3 * torch.randn(width, width), out=out, drift=drift)

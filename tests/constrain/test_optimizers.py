@@ -26,7 +26,8 @@ class Momentum(torch.optim.SGD):
 
 def layers():
     torch.manual_seed(0)
-    square, tall = nn.Linear(5, 5, bias=False), nn.Linear(4, 7, bias=False)
+    square = nn.Linear(5, 5, bias=False)
+    tall = nn.Linear(4, 7, bias=False)
     return nn.ModuleDict({"square": square, "tall": tall})
 
 
@@ -48,12 +49,14 @@ def test_moments_of_square_weights_restart_from_zero_and_no_others():
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     push(model, optimizer, noise(model))
-    square, tall = model["square"].weight, model["tall"].weight
+    square = model["square"].weight
+    tall = model["tall"].weight
     # Numbers beside the tensors restart as numbers of their kind; flags say how to compute, and
     # stay.
     optimizer.state[square].update(count=5, ratio=0.5, flag=True, name="n")
     constrain_(model, optimizer, where=nn.Linear)
-    before, moment = square.detach().clone(), optimizer.state[tall]["momentum_buffer"].clone()
+    before = square.detach().clone()
+    moment = optimizer.state[tall]["momentum_buffer"].clone()
     with pytest.warns(ConstraintWarning, match=r"restart from zero:\s+square\.weight$"):
         push(model, optimizer, nothing(model))
     assert float((square - before).detach().abs().max()) <= 1e-6
@@ -98,7 +101,8 @@ def test_a_state_that_was_only_made_is_no_offence_and_one_that_stepped_once_is(s
     assert bool((optimizer.state[square]["momentum_buffer"] == expected).all())
 
 
-SMALL, COLUMNS = [(8, 8)] * 3, {"to": "columns"}
+SMALL = [(8, 8)] * 3
+COLUMNS = {"to": "columns"}
 MIXED = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
 TOGETHER = [
     (MIXED, COLUMNS, [5, 3, 2]),

@@ -114,7 +114,8 @@ def test_what_is_no_model_is_refused(call):
 
 
 def test_a_group_that_is_added_to_muon_and_adamw_names_its_method():
-    added, optimizer = nn.Parameter(torch.ones(2)), MuonAndAdamW(Mixed(), muon=NAMES)
+    added = nn.Parameter(torch.ones(2))
+    optimizer = MuonAndAdamW(Mixed(), muon=NAMES)
     with pytest.raises(ConfigError, match="'adamw'; received method=None"):
         optimizer.add_param_group({"params": [added]})
     optimizer.add_param_group({"params": [added], "method": "adamw", "lr": 0.5})

@@ -42,7 +42,8 @@ def in_set(weight, to):
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "torch encoder"])
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 def test_parts_of_fused_weights_are_held_each_by_itself(kind, to):
-    entry, model = ZOO[kind], ZOO[kind].build()
+    entry = ZOO[kind]
+    model = ZOO[kind].build()
     query, key, value = (entry.known[role] for role in ("query", "key", "value"))
     fused = model.get_parameter(query.parameter)
     with torch.no_grad():
@@ -140,7 +141,8 @@ def test_a_frozen_weight_is_refused_and_says_what_to_do(adapted):
 def test_the_factors_of_an_adapter_are_held_by_their_names(adapted, where, to):
     optimizer = sgd(adapted)
     handle = constrain_(adapted, optimizer, where=where, to=to)
-    ids, labels = torch.randint(0, 30, (8, 5)), torch.randint(0, 2, (8,))
+    ids = torch.randint(0, 30, (8, 5))
+    labels = torch.randint(0, 2, (8,))
     descend(lambda: adapted(input_ids=ids, labels=labels).loss, optimizer, 5)
     assert {"lora_A", "lora_B"} >= {path.split(".")[-3] for path in handle.paths}
     assert all(in_set(adapted.get_parameter(path), to) for path in handle.paths)
@@ -158,7 +160,8 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path):
     _, optimizer, handle = held("adamw", names, model=model)
     # 2 layers of query, key, value, attention output and the second feed-forward weight.
     assert len(handle.paths) == 10
-    tokens, labels = torch.randint(1, V, (8, 6)), torch.randint(0, 2, (8,))
+    tokens = torch.randint(1, V, (8, 6))
+    labels = torch.randint(0, 2, (8,))
     losses = descend(lambda: model(input_ids=tokens, labels=labels).loss, optimizer, 20)
     assert losses[-1] < losses[0]
     assert handle.error().worst <= 1e-5

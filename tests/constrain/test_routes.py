@@ -82,7 +82,9 @@ class Run:
 
     def __init__(self, kind, to="orthogonal", dtype=torch.float32):
         torch.manual_seed(0)
-        self.given, self.to, self.handle = (kind, to, dtype), to, None
+        self.given = (kind, to, dtype)
+        self.to = to
+        self.handle = None
         self.model = Mixed(8).to(dtype)
         self.model.add_module("twin", nn.Linear(8, 8, dtype=dtype))  # square ones that are stacked
         self.optimizer = OPTIMIZERS[kind]([p for p in self.model.parameters() if p.ndim == 2])
@@ -170,7 +172,8 @@ def with_late_gradients(run):
 
 def scaled(run):
     """By a gradient scaler, which hands its scale to a fused step and divides before another."""
-    scaler, step = torch.amp.GradScaler("cpu", init_scale=64.0), run.hold().optimizer.step
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    step = run.hold().optimizer.step
 
     def scale_and_step():
         for parameter in run.model.parameters():
@@ -236,7 +239,8 @@ def test_moments_restart_if_a_free_step_changed_them(kind, route):
 
 
 def test_moments_of_another_set_restart():
-    run, other = Run("foreach").hold().step(3), Run("foreach", "spectral").hold()
+    run = Run("foreach").hold().step(3)
+    other = Run("foreach", "spectral").hold()
     with pytest.warns(ConstraintWarning, match=r"restart from zero:\s+square\.weight"):
         other.load(run).step(1)
 

@@ -60,7 +60,8 @@ def test_certify_measures_the_weights_and_not_the_handle():
     assert wp.certify(model, seq_len=4).total <= 1.0
     model[0].weight.data.mul_(5.0)
     assert handle.active
-    first, second = spectral_norm(model[0].weight), spectral_norm(model[2].weight)
+    first = spectral_norm(model[0].weight)
+    second = spectral_norm(model[2].weight)
     plain = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     plain.load_state_dict(model.state_dict())
     total = wp.certify(model, seq_len=4).total
@@ -120,7 +121,8 @@ def test_a_vector_of_padding_may_be_zero_or_have_the_length():
         columns_of(table)
 
 
-VOCAB, DIM = 40, 6
+VOCAB = 40
+DIM = 6
 
 
 class Bag(nn.Module):
@@ -204,7 +206,8 @@ def test_a_resumed_run_of_embeddings_goes_on_bit_for_bit():
 @pytest.mark.parametrize("to", ["orthogonal", "spectral"])
 @pytest.mark.slow
 def test_attaching_on_two_threads_does_what_one_does(to):
-    threads, results = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    results = []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)

@@ -68,7 +68,8 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "dtype", "options"), CASES, ids=str)
 def test_shards_take_the_steps_of_plain_weights(kind, dtype, options, mesh):
-    plain, sharded = Trained(kind, dtype, None, **options), Trained(kind, dtype, mesh, **options)
+    plain = Trained(kind, dtype, None, **options)
+    sharded = Trained(kind, dtype, mesh, **options)
     for first, second in zip(plain.handle.report.rows, sharded.handle.report.rows, strict=True):
         assert first == second
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 8e-3}[dtype]
@@ -142,7 +143,8 @@ def test_owners_work_on_weights_of_one_shape_at_once(mesh):
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3, foreach=False)
     handle = constrain_(layers, optimizer, where=nn.Linear)
-    kind, sizes = type(handle.weights[0].set), []
+    kind = type(handle.weights[0].set)
+    sizes = []
     for name in ("state", "retract"):
         real = getattr(kind, name)
 
@@ -163,7 +165,8 @@ def test_moments_are_gathered_in_one_order_whatever_that_of_a_file(mesh):
     """A file's order differs in every process: a gather of one would meet another of the next."""
     orders = [], []
     for turn, order in zip((1, -1), orders, strict=True):
-        trained, ones = Trained("adamw", torch.float32, mesh), [torch.ones(s) for s in SHAPES]
+        trained = Trained("adamw", torch.float32, mesh)
+        ones = [torch.ones(s) for s in SHAPES]
         trained.step(ones)
         state = trained.optimizer.state_dict()
         state["state"] = {n: dict([*old.items()][::turn]) for n, old in state["state"].items()}

@@ -54,7 +54,8 @@ def test_the_soft_cap_bends_every_value_in_order_and_the_small_ones_least(shape,
     matrix = matrix * norm / torch.linalg.matrix_norm(matrix, 2)
     soft = SETS.get("spectral_soft")(1.0, 1e-11)
     moved = soft.nearest(matrix)
-    before, after = values_of(matrix), values_of(moved)
+    before = values_of(matrix)
+    after = values_of(moved)
     assume(abs(norm - 1.0) > 1e-12)  # by rounding, it may lie on either side
     if norm < 1.0:
         assert torch.equal(moved, matrix)

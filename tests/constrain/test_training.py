@@ -97,7 +97,8 @@ def test_batched_products_give_the_same_training(gain):
             optimizer.step()
         return losses, model.get_parameter("0.weight").detach()
 
-    looped, batched = run(batched=False), run(batched=True)
+    looped = run(batched=False)
+    batched = run(batched=True)
     assert batched[0] == pytest.approx(looped[0], rel=1e-9)
     assert torch.allclose(batched[1], looped[1])
 

@@ -10,9 +10,13 @@ import torch
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import affinity_penalty, affinity_penalty_from_logits
 
-BATCH, HEADS, TOKENS, WIDTH = 3, 4, 7, 5
+BATCH = 3
+HEADS = 4
+TOKENS = 7
+WIDTH = 5
 CLOSED = torch.finfo(torch.float64).min
-LENGTHS, FULL = (7, 4, 1), (TOKENS,) * BATCH
+LENGTHS = (7, 4, 1)
+FULL = (TOKENS,) * BATCH
 
 
 def tensors(key_heads=HEADS, dtype=torch.float64):
@@ -30,7 +34,8 @@ def slow(query, key, *, lengths=FULL, starts=(0,) * BATCH, causal=False, scale=N
     for b in range(query.shape[0]):
         for h in range(query.shape[1]):
             part = slice(starts[b], starts[b] + lengths[b])
-            q, k = query[b, h, part], key[b, h * key.shape[1] // query.shape[1], part]
+            q = query[b, h, part]
+            k = key[b, h * key.shape[1] // query.shape[1], part]
             scores = q @ k.T * (1 / math.sqrt(q.shape[1]) if scale is None else scale)
             scores = scores if bias is None else scores + bias[h, part, part]
             if causal:
@@ -114,7 +119,8 @@ def test_chunks_of_the_batch_make_no_difference(monkeypatch):
 
 
 def masks():
-    padded, causal = {"key_padding_mask": padding()}, {"is_causal": True}
+    padded = {"key_padding_mask": padding()}
+    causal = {"is_causal": True}
     bools = {"attn_mask": (~padding())[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)}
     floats = {"attn_mask": torch.randn(1, HEADS, TOKENS, TOKENS).double()}
     return {
@@ -193,7 +199,9 @@ def penalty(affinity):
     return float((affinity.T @ affinity - torch.eye(len(affinity))).square().sum())
 
 
-N, B, H = 4, 3, 2
+N = 4
+B = 3
+H = 2
 SHAPES = [(N,), (1, N), (N, N), (B, N, N), (B, 1, N)]
 SHAPES_OF_HEADS = [*SHAPES[:3], (H, N, N), (1, H, N, N), (B, 1, N, N), (B, H, N, N), (B, 1, 1, N)]
 

@@ -21,7 +21,9 @@ def reference(
     query, key, value, *, attn_mask=None, is_causal=False, scale=None, key_padding_mask=None
 ):
     """softmax_j(-scale |q_i - k_j|^2) v in float64, differences formed one pair at a time."""
-    q, k, v = query.double(), key.double(), value.double()
+    q = query.double()
+    k = key.double()
+    v = value.double()
     logits = -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1)
     logits = logits * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
@@ -31,7 +33,8 @@ def reference(
         is_bool = attn_mask.dtype is torch.bool
         logits = logits.masked_fill(~attn_mask, -math.inf) if is_bool else logits + attn_mask
     if key_padding_mask is not None:
-        lead, keys = key_padding_mask.shape[:-1], key_padding_mask.shape[-1]
+        lead = key_padding_mask.shape[:-1]
+        keys = key_padding_mask.shape[-1]
         shape = (*lead, *(1,) * (q.dim() - 1 - len(lead)), keys)
         logits = logits.masked_fill(key_padding_mask.reshape(shape), -math.inf)
     return logits.softmax(-1) @ v
@@ -81,7 +84,8 @@ def test_any_number_of_leading_dimensions(lead, tied, masking):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_far_key_that_only_its_own_token_sees_costs_no_digits(dtype):
-    x, mask = draw(1, 2, 6, 4).to(dtype), torch.ones(6, 6).tril().bool()
+    x = draw(1, 2, 6, 4).to(dtype)
+    mask = torch.ones(6, 6).tril().bool()
     x[:, :, 0], mask[1:, 0] = 1e4, False
     alone = l2_attention(x[:, :, 1:], x[:, :, 1:], x[:, :, 1:], is_causal=True)
     actual = l2_attention(x, x, x, attn_mask=mask)[:, :, 1:]
@@ -139,7 +143,8 @@ def weights_are_within(error, query, key, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("family", ["neighbours", "sphere"])
 def test_logits_keep_float32_accuracy_at_every_norm(size, dtype, is_causal, family):
-    d, n = 32, 24
+    d = 32
+    n = 24
     k = draw(1, 2, n, d, seed=1, dtype=dtype, size=size)
     if family == "neighbours":
         q = (k.double() + draw(1, 2, n, d, seed=2, size=min(1.0, size))).to(dtype)
@@ -153,7 +158,8 @@ def test_logits_keep_float32_accuracy_at_every_norm(size, dtype, is_causal, fami
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_common_offset_of_a_hundred_costs_nothing(dtype, is_causal):
-    d, n = 16, 12
+    d = 16
+    n = 12
     offset = torch.linspace(80, 120, d).double() * torch.tensor([1.0, -1.0]).repeat(d // 2)
     k = (draw(1, 1, n, d, seed=1, size=4.0) + offset).to(dtype)
     q = (draw(1, 1, n, d, seed=2, size=4.0) + offset).to(dtype)
@@ -207,7 +213,8 @@ def test_causality_of_values_and_gradients(dtype, masked):
 
 @pytest.mark.parametrize("inputs", [torch.float32, torch.bfloat16])
 def test_autocast(inputs):
-    d, n = 16, 12
+    d = 16
+    n = 12
     k = draw(1, 2, n, d, seed=1, size=60.0, dtype=inputs)
     q = (k.double() + draw(1, 2, n, d, seed=2)).to(inputs)
     v = draw(1, 2, n, d, seed=3, dtype=inputs)
@@ -217,7 +224,9 @@ def test_autocast(inputs):
     if inputs is torch.float32:
         # Points are rounded to bfloat16 after centring; nothing else is lost.
         mean = k.mean(-2, keepdim=True)
-        q, k, v = (q - mean).bfloat16(), (k - mean).bfloat16(), v.bfloat16()
+        q = (q - mean).bfloat16()
+        k = (k - mean).bfloat16()
+        v = v.bfloat16()
     error = (out.double() - reference(q, k, v)).abs().max()
     assert error <= 8 * UNIT[torch.bfloat16]
 
@@ -262,7 +271,9 @@ def test_nan_stays_visible():
 
 
 def test_misfits_are_named_together():
-    q, k, v = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 5, 6), torch.zeros(2, 1, 7, 4)
+    q = torch.zeros(2, 1, 3, 4)
+    k = torch.zeros(2, 1, 5, 6)
+    v = torch.zeros(2, 1, 7, 4)
     message = r"query width 4 and key width 6[\s\S]*5 keys and 7 values[\s\S]*padding"
     with pytest.raises(ShapeError, match=message):
         l2_attention(q, k, v, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))

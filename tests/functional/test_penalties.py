@@ -155,7 +155,8 @@ def test_orthogonality_error_is_the_largest_off_diagonal_product():
 
 def test_orthogonality_error_in_blocks(monkeypatch):
     weight = torch.randn(11, 3)
-    raw, scale_free = orthogonality_error(weight), orthogonality_errors(weight).scale_free.item()
+    raw = orthogonality_error(weight)
+    scale_free = orthogonality_errors(weight).scale_free.item()
     monkeypatch.setattr("wellposed.functional._orthogonality._BLOCK", 4)
     assert torch.equal(orthogonality_error(weight), raw)
     assert orthogonality_errors(weight).scale_free.item() == pytest.approx(scale_free, rel=1e-6)

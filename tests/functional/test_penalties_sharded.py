@@ -17,7 +17,9 @@ def spread(matrix, mesh, placement):
     return nn.Parameter(cut)
 
 
-ROWS, COLUMNS, ALL = Shard(0), Shard(1), Replicate()
+ROWS = Shard(0)
+COLUMNS = Shard(1)
+ALL = Replicate()
 PLACED = [[ROWS], [COLUMNS], [ALL], [ROWS, ROWS], [COLUMNS, COLUMNS], [ROWS, COLUMNS]]
 PLACED += [[ALL, None], [None, ROWS]]
 
@@ -45,9 +47,11 @@ def test_the_gram_penalty_of_shards(placements, tall, mesh):
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
 def test_qr_and_errors_of_shards(placement, shape, mesh):
     matrix = torch.randn(shape, dtype=torch.float64)
-    plain, weight = nn.Parameter(matrix.clone()), spread(matrix, mesh, placement)
+    plain = nn.Parameter(matrix.clone())
+    weight = spread(matrix, mesh, placement)
     for method in ("householder", "gram_schmidt"):
-        expected, actual = qr_penalty(plain, method), qr_penalty(weight, method)
+        expected = qr_penalty(plain, method)
+        actual = qr_penalty(weight, method)
         assert actual.item() == expected.item()
         (slope,) = torch.autograd.grad(expected, plain)
         (gradient,) = torch.autograd.grad(actual, weight)

@@ -10,7 +10,10 @@ from torch import nn
 from wellposed.hooks import AttentionWatcher, MultiheadCall, ScaledDotProductCall, SoftmaxCall
 from wellposed.roles import find_roles
 
-BATCH, HEADS, TOKENS, WIDTH = 2, 2, 5, 8
+BATCH = 2
+HEADS = 2
+TOKENS = 5
+WIDTH = 8
 ROUTES = {
     "softmax function": (lambda logits: F.softmax(logits, dim=-1), SoftmaxCall),
     "softmax of torch": (lambda logits: torch.softmax(logits, -1), SoftmaxCall),
@@ -107,7 +110,8 @@ MIXES = {
 @pytest.mark.parametrize("name", MIXES)
 def test_weights_by_every_route_against_loops(name):
     mix, kind = MIXES[name]
-    model, x = Mixer(mix).double(), torch.randn(BATCH, TOKENS, WIDTH).double()
+    model = Mixer(mix).double()
+    x = torch.randn(BATCH, TOKENS, WIDTH).double()
     ((role, (call,)),) = watched(model, x)
     assert isinstance(call, kind)
     assert role.num_heads == HEADS
@@ -118,8 +122,12 @@ def test_weights_by_every_route_against_loops(name):
 def test_masks_of_scaled_dot_product_attention():
     """Boolean, additive and causal masks, grouped heads and a scale: the product of the weights
     with the values."""
-    query, key, value = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 3)
-    query, key, value = query.double(), key.double(), value.double()
+    query = torch.randn(2, 4, 5, 3)
+    key = torch.randn(2, 2, 5, 3)
+    value = torch.randn(2, 2, 5, 3)
+    query = query.double()
+    key = key.double()
+    value = value.double()
     role = find_roles(nn.MultiheadAttention(8, 4)).attention[0]
     keep = torch.rand(2, 1, 5, 5) > 0.3
     keep |= torch.eye(5, dtype=torch.bool)

@@ -26,7 +26,10 @@ MASKED = {
     "-1e4": -1e4,
     "bool": None,
 }
-REAL, TOKENS, WIDTH, HEADS = 5, 8, 8, 2
+REAL = 5
+TOKENS = 8
+WIDTH = 8
+HEADS = 2
 
 
 class Attention(nn.Module):
@@ -34,7 +37,8 @@ class Attention(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        self.num_heads, self.way = HEADS, way
+        self.num_heads = HEADS
+        self.way = way
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
 
@@ -131,7 +135,9 @@ def test_counts_and_maxima_are_those_of_open_keys(way, kind, left, causal):
     if way.endswith("before_scaling") and kind == "-1e4" and left and causal:
         pytest.skip("a row that is masked as a whole by more than -5,000 is even, as in the model")
     torch.manual_seed(0)
-    model, x, keep = Attention(way), batch(), open_keys(left, causal)
+    model = Attention(way)
+    x = batch()
+    keep = open_keys(left, causal)
     expected = expected_numbers(model, x, keep)
     numbers = monitored(model, x, mask_of(keep, kind))
     assert numbers == pytest.approx(expected, rel=1e-4)
@@ -169,7 +175,9 @@ def test_roles_see_a_causal_mask_of_any_number(kind):
 def test_qk_clip_takes_every_mask(way, kind):
     """Its trial scales heads: closed keys need not follow."""
     torch.manual_seed(0)
-    model, x, keep = Attention(way), batch(), open_keys(left=False, causal=True)
+    model = Attention(way)
+    x = batch()
+    keep = open_keys(left=False, causal=True)
     mask = mask_of(keep, kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     handle = constrain_(model, optimizer, to="logits", bound=0.01, batch=(x, mask))
@@ -200,7 +208,8 @@ def test_qk_clip_still_refuses_a_bias_that_closes_nothing():
 def test_sharp_attention_is_no_mask(way):
     """Differences above 104 leave keys without weight in float32, and no mask closes them."""
     torch.manual_seed(0)
-    model, x = Attention(way), 7 * batch()
+    model = Attention(way)
+    x = 7 * batch()
     q, k, _ = model.heads(x)
     logits = q @ k.mT / 2
     assert 104 < (logits.amax(-1) - logits.amin(-1)).max() < 700
@@ -212,7 +221,8 @@ def test_sharp_attention_is_no_mask(way):
 
 
 def test_logits_of_minus_6000_without_a_mask_are_no_mask():
-    model, x = Attention("sdpa"), torch.ones(1, 3, WIDTH)
+    model = Attention("sdpa")
+    x = torch.ones(1, 3, WIDTH)
     with torch.no_grad():
         model.q_proj.weight.fill_(-10.0)
         model.k_proj.weight.fill_(10.0)
@@ -223,7 +233,9 @@ def test_logits_of_minus_6000_without_a_mask_are_no_mask():
 @pytest.mark.parametrize("way", ["sdpa", "eager"])
 def test_nan_is_noticed(way):
     torch.manual_seed(0)
-    model, x, noted_calls = Attention(way), batch(), []
+    model = Attention(way)
+    x = batch()
+    noted_calls = []
     watcher = AttentionWatcher(
         model, find_roles(model).attention, lambda _, calls: noted_calls.extend(calls)
     )
@@ -346,7 +358,8 @@ class Launches(TorchDispatchMode):
 
 def launches(way, mask, verb):
     torch.manual_seed(0)
-    model, x = Attention(way), batch()
+    model = Attention(way)
+    x = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = Monitor(model, optimizer, every=1, weights=False) if verb == "Monitor" else None
     if verb == "logits":

@@ -11,7 +11,8 @@ from torch import nn
 import wellposed as wp
 from wellposed.errors import ConfigError
 
-WIDTH, HEADS = 8, 2
+WIDTH = 8
+HEADS = 2
 ADVICE = "write attention(...) there"
 
 

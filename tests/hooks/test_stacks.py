@@ -31,7 +31,8 @@ class Two(nn.Module):
         super().__init__()
         self.num_heads = 2
         self.layers = nn.ModuleDict({f"{n}{i}": nn.Linear(8, 8) for i in "01" for n in "qkvo"})
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
         with torch.no_grad():
             self.layers["q1"].weight *= 30.0
         self.calls = 0
@@ -75,7 +76,8 @@ class Recursive(Two):
 class Around(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.inner = nn.Linear(8, 8), Two()
+        self.first = nn.Linear(8, 8)
+        self.inner = Two()
 
     def forward(self, x):
         return self.inner(self.inner(self.first(x)))
@@ -181,7 +183,8 @@ def test_nothing_is_left_when_a_verb_returns_or_raises(verb, model):
 def test_each_head_has_its_own_numbers_under_its_own_name(model, threads):
     net = model().train()
     two = next(part for part in net.modules() if isinstance(part, Two))
-    first, second = monitor(net), monitor(net)
+    first = monitor(net)
+    second = monitor(net)
     runs = [threading.Thread(target=lambda: net(X).sum().backward()) for _ in range(threads)]
     for act in (threading.Thread.start, threading.Thread.join):
         for run in runs:

@@ -65,7 +65,8 @@ def test_values_of_the_formula_from_data(mu, layers, factor):
 @pytest.mark.parametrize("exclude", [(), ("query", "key")])
 def test_only_the_new_layers_change_their_biases_and_what_exclude_names_do_not(exclude):
     model = OnTop()
-    body, new = state(model.body), state(model.new)
+    body = state(model.body)
+    new = state(model.new)
     report = dt_fixup_(model, [batch_for(model.body)], layers="new", exclude=exclude)
     assert same(body, state(model.body))
     after = state(model.new)
@@ -130,7 +131,8 @@ def test_no_gradient_is_kept():
 
 def test_a_whole_bert_keeps_its_embeddings_and_mu_is_read_without_the_norms_that_go():
     model = bert()
-    tables, batch = state(model.embeddings), batch_for(bert())
+    tables = state(model.embeddings)
+    batch = batch_for(bert())
     report = dt_fixup_(model, [batch])
     same = {row.name for row in report.rows if not row.drawn}
     assert same == {f"embeddings.{name}" for name in tables if name.endswith("embeddings.weight")}

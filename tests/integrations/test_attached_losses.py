@@ -19,7 +19,9 @@ from wellposed.errors import ConfigError
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
-TOKENS, LENGTH, ROWS = 40, 7, 8
+TOKENS = 40
+LENGTH = 7
+ROWS = 8
 SIZES = {"vocab_size": TOKENS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 24, "max_position_embeddings": 16}  # fmt: skip
 BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -39,7 +41,8 @@ def own(model, batch, items, count):
 
 
 def next_tokens(model, batch, items, count):
-    logits, labels = model(batch["input_ids"]).logits[:, :-1].float(), batch["labels"][:, 1:]
+    logits = model(batch["input_ids"]).logits[:, :-1].float()
+    labels = batch["labels"][:, 1:]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items
 
 
@@ -124,7 +127,8 @@ def of_bert(kind, labels=3):
 
 
 UNLABELLED = {"label_names": ["input_ids"], "remove_unused_columns": False}
-CLASSES, SEQ = of_bert(hf.BertForSequenceClassification), {"trainer": hf.Seq2SeqTrainer}
+CLASSES = of_bert(hf.BertForSequenceClassification)
+SEQ = {"trainer": hf.Seq2SeqTrainer}
 TABLE = {
     "classes": Row(CLASSES, classes),
     "regression": Row(of_bert(hf.BertForSequenceClassification, 1), numbers),
@@ -148,7 +152,10 @@ NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in HEAVY)) for name
 def trained(folder, row, dtype, accumulation, strength=None, *, scale="step", **changes):
     """A Trainer that has trained, the batches and the gradient of its first step, and the penalty."""
     torch.manual_seed(0)
-    model, batches, gradients, penalty = row.build().to(dtype).train(), [], {}, None
+    model = row.build().to(dtype).train()
+    batches = []
+    gradients = {}
+    penalty = None
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(5, TOKENS, (ROWS, LENGTH), generator=draw).tolist()
     rows = [

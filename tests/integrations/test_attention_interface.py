@@ -40,7 +40,8 @@ def loops(kind, tokens, added, *, scaling, groups):
         query, key, value = map(normalized, tokens)
     for b in range(batch):
         for h in range(heads):
-            keys, values = key[b, h // groups], value[b, h // groups]
+            keys = key[b, h // groups]
+            values = value[b, h // groups]
             for i in range(length):
                 q = query[b, h, i]
                 if kind == "wellposed_l2":
@@ -72,7 +73,8 @@ for _name in NAMES:
 
 def padded(*, left=False, rows=2, length=7):
     """Tokens and their mask: the first text has three tokens of padding, the others none."""
-    ids, mask = torch.randint(3, V, (rows, length)), torch.ones(rows, length, dtype=torch.long)
+    ids = torch.randint(3, V, (rows, length))
+    mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, slice(None, 3) if left else slice(-3, None)] = 0
     return ids, mask
 
@@ -259,7 +261,9 @@ def test_the_penalty_sees_the_affinities(name):
 
     AttentionInterface.register("softmax_in_the_open", plain)
     AttentionMaskInterface.register("softmax_in_the_open", AttentionMaskInterface()["sdpa"])
-    model, ids, values = model_of("bert", name), torch.randint(3, V, (2, 7)), []
+    model = model_of("bert", name)
+    ids = torch.randint(3, V, (2, 7))
+    values = []
     for implementation in (name, "softmax_in_the_open"):
         model.set_attn_implementation(implementation)
         penalty = wp.OrthogonalityPenalty(model, affinity=1.0)
@@ -305,7 +309,8 @@ def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it()
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "vit"])
 def test_a_built_model_is_given_the_attention(family, name):
-    changed, named = model_of(family, "sdpa"), model_of(family, name)
+    changed = model_of(family, "sdpa")
+    named = model_of(family, name)
     wp.integrations.set_attention_(changed, name)
     changed.load_state_dict(named.state_dict())
     inputs, _ = inputs_of(family)

@@ -56,7 +56,8 @@ def arguments(folder, **changes):
 
 def trainer_of(folder, model, penalty=None, **changes):
     """A Trainer of ``rows`` under the penalty, if one is given."""
-    rows, callbacks = changes.pop("rows", None) or examples(), changes.pop("callbacks", ())
+    rows = changes.pop("rows", None) or examples()
+    callbacks = changes.pop("callbacks", ())
     source = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
     trainer = hf.Trainer(
         **source, args=arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
@@ -198,7 +199,8 @@ def test_names_of_before_are_refused_with_what_to_use(name):
 def test_a_model_init_is_followed_and_conditioned(tmp_path):
     """The model made at construction is not the one that is trained; a second training makes a
     third, of other sizes."""
-    first, made = bert(), []
+    first = bert()
+    made = []
 
     def init():
         torch.manual_seed(len(made))
@@ -326,7 +328,8 @@ class Plain(TrainerCallback):
 def test_the_trainers_rows_carry_the_worst_since_the_last_and_no_row_comes_between(
     tmp_path, caplog
 ):
-    model, plain = bert(), Plain()
+    model = bert()
+    plain = Plain()
     hooks = hook_count(model)
     callback = MonitorCallback(every=2, weights=False)
     trainer = trainer_of(

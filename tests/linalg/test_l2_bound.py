@@ -9,7 +9,8 @@ import torch
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import L2Layer, l2_constants
 
-HEADS, WIDTH = 2, 4
+HEADS = 2
+WIDTH = 4
 CONSTANTS = l2_constants(5)
 C = CONSTANTS.c
 
@@ -140,7 +141,9 @@ def test_shapes_that_do_not_fit_and_norms_that_are_none():
 
 
 def test_l2_bound_carries_gradient_and_covers_silent_heads():
-    w, r, o = torch.randn(2, 4, 2), torch.randn(2, 2, 2), torch.randn(2, 2, 4)
+    w = torch.randn(2, 4, 2)
+    r = torch.randn(2, 2, 2)
+    o = torch.randn(2, 2, 4)
     parameters = [part.clone().requires_grad_() for part in (w, r, o)]
     for norm in ("tok", 2, "inf"):
         value = L2Layer(*parameters, method="gram").bound(l2_constants(3), norm=norm).value

@@ -33,7 +33,8 @@ def scaled(matrix, exponent):
     """``matrix 2^exponent`` in steps that are exact as long as the result is no denormal number."""
     while exponent:
         step = max(-1000, min(1000, exponent))
-        matrix, exponent = matrix * 2.0**step, exponent - step
+        matrix = matrix * 2.0**step
+        exponent = exponent - step
     return matrix
 
 
@@ -54,7 +55,8 @@ def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(method, dtype, exponent)
             bound = certified_spectral_norm(stored, method=method)
             # Numbers of order one again, exactly, so that the reference neither overflows nor
             # underflows.
-            unit, unit_bound = scaled(stored.double(), -exponent), scaled(bound.double(), -exponent)
+            unit = scaled(stored.double(), -exponent)
+            unit_bound = scaled(bound.double(), -exponent)
             true = torch.linalg.matrix_norm(unit, 2)
             assert (unit_bound >= true * (1 - 1e-14)).all(), shape
             assert ((unit_bound == 0) == (true == 0)).all()
@@ -171,7 +173,8 @@ def product_error():
 
 
 def test_full_precision_covers_every_setting_and_gives_it_back(setting):
-    before, error = precisions(), product_error()
+    before = precisions()
+    error = product_error()
     with full_precision():
         assert product_error() <= 64 * 64 * 2.0**-24
         assert all(value in ("none", "ieee") for value in precisions()[1:])

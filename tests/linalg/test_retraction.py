@@ -22,7 +22,8 @@ def skew(columns, size):
 
 @pytest.mark.parametrize("gain", [1.0, 0.5])
 def test_skew_gradient_is_the_derivative_along_the_group(gain):
-    point, target = isometry(6, 6, gain), torch.randn(6, 6, dtype=torch.float64)
+    point = isometry(6, 6, gain)
+    target = torch.randn(6, 6, dtype=torch.float64)
     coordinates = torch.zeros(6, 6, dtype=torch.float64, requires_grad=True)
     moved = point @ torch.matrix_exp((coordinates - coordinates.T) / 2 / gain)
     ((moved - target) ** 3).sum().backward()
@@ -34,7 +35,8 @@ def test_skew_gradient_is_the_derivative_along_the_group(gain):
 @pytest.mark.parametrize("gain", [1.0, 0.5])
 @pytest.mark.parametrize("shape", [(7, 4), (5, 5)])
 def test_tangent_gradient_is_the_orthogonal_projection(shape, gain):
-    point, gradient = isometry(*shape, gain), torch.randn(shape, dtype=torch.float64)
+    point = isometry(*shape, gain)
+    gradient = torch.randn(shape, dtype=torch.float64)
     tangent = tangent_gradient_(point, gradient.clone(), gain=gain)
     inner = point.T @ tangent
     assert torch.allclose(inner + inner.T, torch.zeros_like(inner), atol=1e-12)
@@ -56,7 +58,8 @@ def test_tangent_gradient_is_the_orthogonal_projection(shape, gain):
     ],
 )
 def test_rotate_follows_the_exponential(size, tolerance, method, gain):
-    point, step = isometry(16, 16, gain), skew(16, size) * gain
+    point = isometry(16, 16, gain)
+    step = skew(16, size) * gain
     noise = torch.randn(16, 16, dtype=torch.float64)
     out = torch.empty_like(point)
     # The symmetric part of the step is ignored.
@@ -77,7 +80,9 @@ def test_rotate_follows_the_exponential(size, tolerance, method, gain):
 def test_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance(
     size, method, columns
 ):
-    point, drift, methods = isometry(columns, columns).float(), None, []
+    point = isometry(columns, columns).float()
+    drift = None
+    methods = []
     step = skew(columns, size).float()
     for _ in range(60 if columns < 256 else 15):
         out = step.clone()  # the result may take the memory of the step
@@ -85,7 +90,8 @@ def test_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance(
         methods.append(taken.method)
         # The bound holds in exact arithmetic.
         assert float(isometry_error(out)) <= taken.drift + 1e-6
-        point, drift = out, taken.drift
+        point = out
+        drift = taken.drift
     assert methods[0] == "corrected"
     assert methods.count("corrected") < methods.count(method)
     runs = "".join(" " if m == "corrected" else "q" for m in methods).split()
@@ -113,7 +119,8 @@ def test_retract_is_the_polar_factor(size, gain):
 
 
 def test_not_finite():
-    point, out = isometry(4, 4), torch.zeros(4, 4, dtype=torch.float64)
+    point = isometry(4, 4)
+    out = torch.zeros(4, 4, dtype=torch.float64)
     with pytest.raises(ConvergenceError, match="not finite"):
         rotate(point, torch.full((4, 4), math.nan, dtype=torch.float64), out=out)
     assert torch.equal(out, point)

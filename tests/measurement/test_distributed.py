@@ -41,7 +41,8 @@ def numbers(kind, cut):
         fully_shard(part)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = Monitor(model, optimizer, every=2)
-    rows, calls = [], []
+    rows = []
+    calls = []
     for _ in range(4):
         counted = CommDebugMode()
         with counted if cut else nullcontext():

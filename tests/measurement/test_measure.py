@@ -15,7 +15,8 @@ from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
 from wellposed.measurement import measure
 from wellposed.text_table import format_number
 
-WIDTH, HEADS = 16, 2
+WIDTH = 16
+HEADS = 2
 ROLES = ["query", "key", "value", "output", "feedforward_in", "feedforward_out"]
 
 
@@ -78,7 +79,8 @@ def test_every_role_of_every_layer_against_numpy():
 
 def test_without_spectra_the_largest_value_is_a_lower_estimate():
     model = encoder()
-    exact, quick = measure(model), measure(model, spectra=False)
+    exact = measure(model)
+    quick = measure(model, spectra=False)
     for a, b in zip(exact.rows, quick.rows, strict=True):
         assert b["sigma_max"] <= a["sigma_max"] * (1 + 1e-5)
         assert b["sigma_max"] >= a["sigma_max"] * (1 - 2e-3)
@@ -92,7 +94,8 @@ def test_without_spectra_the_largest_value_is_a_lower_estimate():
 def slow_attention(layer, x, padding):
     """Entropy (batch, heads, queries) and output of self-attention, in float64, one head and query
     at a time."""
-    fused, bias = layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias
+    fused = layer.self_attn.in_proj_weight
+    bias = layer.self_attn.in_proj_bias
     query, key, value = (x.double() @ fused.double().T + bias.double()).chunk(3, -1)
     batch, tokens, _ = x.shape
     size = WIDTH // HEADS

@@ -106,7 +106,8 @@ class Reference(nn.Module):
 def numbers_of(model, passes):
     """Compute the numbers of passes in float64 without hooks, from the (input, mask) of each."""
     exact = copy.deepcopy(model).double()
-    logits, outputs = [], []
+    logits = []
+    outputs = []
     with torch.no_grad():
         for x, mask in passes:
             x = x.double()
@@ -231,7 +232,8 @@ def test_every_micro_batch_counts_by_every_route_of_a_step(route, fused):
     torch.manual_seed(0)
     model = Reference()
     expected = numbers_of(model, [(batch, None) for batch in BATCHES])
-    before, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    before = copy.deepcopy(model)
+    exact = copy.deepcopy(model).double()
     sum(exact(batch.double()).square().sum() for batch in BATCHES).backward()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     monitor = Monitor(model, optimizer, every=1, weights=False)
@@ -289,7 +291,8 @@ def heads_of_step(model, mask=None):
 
 
 def test_a_step_that_is_skipped_other_optimizers_and_logits_that_are_not_numbers():
-    model, other = Reference(), Reference()
+    model = Reference()
+    other = Reference()
     both = nn.Sequential(model, other)
     first, second = (torch.optim.AdamW(part.parameters(), lr=0.1, fused=True) for part in both)
     monitor = Monitor(both, first, every=1, weights=False)
@@ -374,7 +377,8 @@ def test_the_model_and_the_step_are_as_without_a_monitor():
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_of_a_compiled_model_a_measured_step_gives_the_same_numbers_and_no_new_graph(in_place):
-    rows, graphs = [], []
+    rows = []
+    graphs = []
     for compiled in (False, True):
         torch.manual_seed(0)
         torch._dynamo.reset()

@@ -78,7 +78,8 @@ def classify(**changes):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_option_changes_the_result(change):
-    plain, changed = classify(), classify(**change)
+    plain = classify()
+    changed = classify(**change)
     assert plain.shape != changed.shape or (plain - changed).abs().max() > 1e-4
 
 
@@ -234,7 +235,8 @@ def test_contractive_and_its_norm_reach_the_layer():
 
 @pytest.mark.parametrize("name", ["l2", "l2_tied", "l2_contractive"])
 def test_query_width_gives_the_tied_layer_the_size_of_the_untied_one(name):
-    one, two = attention(attention=name), attention(attention=name, query_width=2)
+    one = attention(attention=name)
+    two = attention(attention=name, query_width=2)
     assert two.q_proj.weight.shape == (2 * one.q_proj.weight.shape[0], 16)
     if name == "l2_tied":
         layers = (two, attention(attention="l2"))

@@ -56,7 +56,8 @@ def class_of(family, kind):
 def slow_loss(logits, labels, kind):
     """The mean of -log softmax over the labels that count, one at a time, in float64."""
     if kind == "causal_lm":
-        logits, labels = logits[:, :-1], labels[:, 1:]
+        logits = logits[:, :-1]
+        labels = labels[:, 1:]
     pairs = zip(logits.double().flatten(0, -2), labels.flatten().tolist(), strict=True)
     terms = [row.logsumexp(0) - row[label] for row, label in pairs if label != -100]
     return sum(terms) / len(terms)
@@ -161,7 +162,8 @@ NORMS = ["tok", 2, "inf"]
 
 def features(x):
     """Return [a, b, a*b, a-b] of two tokens a, b; nothing shared with the library."""
-    a, b = x[:, 0], x[:, 1]
+    a = x[:, 0]
+    b = x[:, 1]
     return torch.cat([a, b, a * b, a - b], -1)
 
 

@@ -16,7 +16,8 @@ from wellposed.errors import CheckpointError
 from wellposed.models import load_saved_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")
-L2, COSINE = "wellposed_l2", "wellposed_cosine"
+L2 = "wellposed_l2"
+COSINE = "wellposed_cosine"
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
 SIZES |= {"intermediate_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 PICTURES = {**SIZES, "image_size": 8, "patch_size": 4}
@@ -145,7 +146,9 @@ def test_without_the_adapters_the_name_is_refused_and_may_be_overruled(tmp_path)
 
 
 def test_what_files_cannot_carry_is_said_and_not_loaded(tmp_path, caplog):
-    encoder, adapter, inside = t5(), built(L2), built(L2)
+    encoder = t5()
+    adapter = built(L2)
+    inside = built(L2)
     encoder.encoder.set_attn_implementation(L2)
     adapter = peft.get_peft_model(adapter, peft.LoraConfig(target_modules=["query"]))
     inside.add_adapter(peft.LoraConfig(target_modules=["query"]))

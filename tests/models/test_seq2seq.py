@@ -80,7 +80,9 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call(attention, portion
     projected = []
     crossing = model.model.decoder.layers[2].cross_attention
     crossing.k_proj.register_forward_hook(lambda *_: projected.append(1))
-    cache, parts, start = None, [], 0
+    cache = None
+    parts = []
+    start = 0
     read = model.model.encoder(ids, attention_mask=mask)
     for size in portions:
         output = model(
@@ -97,7 +99,8 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call(attention, portion
 
 def test_labels_are_shifted_where_no_decoder_input_is_given_and_only_there():
     model = build()
-    ids, labels = torch.tensor([[3, 4], [5, 6]]), torch.tensor([[7, 8, 2], [9, 2, -100]])
+    ids = torch.tensor([[3, 4], [5, 6]])
+    labels = torch.tensor([[7, 8, 2], [9, 2, -100]])
     started = torch.tensor([[1, 7, 8], [1, 9, 2]])
     logits = model(input_ids=ids, decoder_input_ids=started).logits.float().log_softmax(-1)
     terms = [-logits[b, t, labels[b, t]] for b, t in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]]
@@ -118,7 +121,8 @@ def test_labels_are_shifted_where_no_decoder_input_is_given_and_only_there():
 
 def test_outputs_by_name_by_place_and_from_a_tuple():
     model = build(norm="pre")
-    ids, target = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 7]])
+    ids = torch.tensor([[3, 4, 5]])
+    target = torch.tensor([[1, 7]])
     output = model(input_ids=ids, decoder_input_ids=target, output_hidden_states=True)
     assert (len(output.encoder_hidden_states), len(output.decoder_hidden_states)) == (2, 3)
     assert torch.equal(output.encoder_hidden_states[-1], output.encoder_last_hidden_state)
@@ -129,11 +133,9 @@ def test_outputs_by_name_by_place_and_from_a_tuple():
     assert torch.equal(again.logits, output.logits)
 
 
-SHARED, OWN, HEAD = (
-    "model.encoder.embeddings.token.weight",
-    "model.decoder.embeddings.token.weight",
-    "lm_head.weight",
-)
+SHARED = "model.encoder.embeddings.token.weight"
+OWN = "model.decoder.embeddings.token.weight"
+HEAD = "lm_head.weight"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,9 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
 
 
 TEXTS = [[3, 1, 4, 1, 5], [9, 2], [6, 6, 7]]
-NEW, BEAMS, END = 6, 3, 2
+NEW = 6
+BEAMS = 3
+END = 2
 IDS = torch.tensor([row + [0] * (5 - len(row)) for row in TEXTS])
 MASK = torch.tensor([[1] * len(row) + [0] * (5 - len(row)) for row in TEXTS])
 
@@ -249,7 +253,8 @@ def next_log_probabilities(model, source, target):
 def beams(model, source, divisor):
     """Keep the best running texts; a text that ends among them is finished, with its score divided
     once."""
-    running, finished = [(0.0, [1])], []
+    running = [(0.0, [1])]
+    finished = []
     for length in range(1, NEW + 1):
         grown = [
             (score + step, [*target, token])
@@ -297,7 +302,9 @@ def test_beams_and_their_scores_equal_the_loop(penalty, divisor, cached, changes
 
 
 def test_beams_share_the_keys_of_their_source_and_only_new_tokens_pass():
-    model, projected, widths = speaking(), [], []
+    model = speaking()
+    projected = []
+    widths = []
     layer = model.model.decoder.layers[0]
     layer.cross_attention.k_proj.register_forward_hook(lambda *_: projected.append(1))
     layer.register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))

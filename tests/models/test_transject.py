@@ -169,7 +169,8 @@ def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended():
 
 def test_a_piece_of_padding_is_no_error_in_training_with_a_cache():
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
-    ids, mask = IDS.repeat(1, 2), torch.ones(2, 10, dtype=torch.long)
+    ids = IDS.repeat(1, 2)
+    mask = torch.ones(2, 10, dtype=torch.long)
     mask[1, :5] = 0
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits

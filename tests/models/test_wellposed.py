@@ -109,7 +109,8 @@ def test_other_mask_dtypes_mean_the_same():
 @pytest.mark.parametrize("pooling", ["mean", "first", "max"])
 def test_a_row_of_padding_is_finite_and_leaves_other_rows_alone(pooling):
     model = build_padded(WellposedForSequenceClassification, pooling=pooling, num_labels=3)
-    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 1], [0, 0, 0]])
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
     output = model(input_ids=ids, attention_mask=mask, labels=torch.tensor([0, 1]))
     output.loss.backward()
     assert torch.equal(output.logits[1], model.classifier.bias)
@@ -127,7 +128,8 @@ def test_an_encoder_sees_every_token_and_is_causal_where_told():
 
 
 def test_given_positions_are_used():
-    model, ids = build_padded(WellposedForCausalLM), torch.tensor([[1, 2, 3]])
+    model = build_padded(WellposedForCausalLM)
+    ids = torch.tensor([[1, 2, 3]])
     counted = model(input_ids=ids).logits
     assert torch.equal(model(input_ids=ids, position_ids=torch.tensor([[0, 1, 2]])).logits, counted)
     moved = model(input_ids=ids, position_ids=torch.tensor([[4, 5, 6]])).logits
@@ -184,7 +186,8 @@ def test_greedy_generation_equals_the_loop_row_by_row(changes):
 
 
 def test_only_the_new_tokens_pass_the_model_when_cached():
-    model, widths = build_writing(), []
+    model = build_writing()
+    widths = []
     layer = model.model.layers[0]
     layer.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
     generate(model, do_sample=False)
@@ -194,10 +197,13 @@ def test_only_the_new_tokens_pass_the_model_when_cached():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("portions", [[5], [1] * 5, [2, 3]])
 def test_a_cache_in_any_portions_gives_the_logits_of_one_call(portions, name):
-    model, inputs = build_writing(attention=name), left_padded()
+    model = build_writing(attention=name)
+    inputs = left_padded()
     full = model(**inputs).logits
     assert model(**inputs).past_key_values is None
-    cache, parts, start = DynamicCache(config=model.config), [], 0
+    cache = DynamicCache(config=model.config)
+    parts = []
+    start = 0
     for size in portions:
         end = start + size
         arguments = inputs["input_ids"][:, start:end], inputs["attention_mask"][:, :end]

@@ -53,8 +53,10 @@ def ids(*rows):
     return torch.tensor(rows)
 
 
-LANGUAGE, BODY = "wellposed causal_lm", "TransJectModel"
-SEQ2SEQ, PAIR = "wellposed seq2seq_lm", "wellposed sequence_pair_classification"
+LANGUAGE = "wellposed causal_lm"
+BODY = "TransJectModel"
+SEQ2SEQ = "wellposed seq2seq_lm"
+PAIR = "wellposed sequence_pair_classification"
 TWO = ids([3, 4])
 MISFITS = [
     (LANGUAGE, {"input_ids": ids([1] * 11)}, "of 11 tokens; expected at most 10.*embeddings >= 11"),

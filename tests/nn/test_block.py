@@ -50,7 +50,8 @@ def test_an_unknown_part_is_named():
 
 @pytest.mark.parametrize("norm", ["pre", "post", "none"])
 def test_the_residual_stream_stays_in_float32_under_autocast(norm):
-    model, x = stack(norm=norm), torch.randn(2, 5, 8)
+    model = stack(norm=norm)
+    x = torch.randn(2, 5, 8)
     exact = model.double()(x.double())
     model.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):

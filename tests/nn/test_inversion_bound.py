@@ -41,7 +41,8 @@ def inverted(branch, y, x):
     """Picard's iteration far beyond float64, from an x that may be nearly right; slopes here are far
     below 1."""
     for _ in range(60):
-        last, x = x, y - branch(x)
+        last = x
+        x = y - branch(x)
         if not abs(x - last).max() > 1e-19 * abs(x).max():
             break
     return x
@@ -179,7 +180,8 @@ def test_weights_are_left_as_they_were(last, dtype):
     twice = nn.Linear(4, 4)
     nn.init.constant_(twice.weight, 0.1)
     f = nn.Sequential(twice, twice, nn.BatchNorm1d(4), last).eval()
-    before, values = [*f.parameters(), *f.buffers()], copy.deepcopy(f.state_dict())
+    before = [*f.parameters(), *f.buffers()]
+    values = copy.deepcopy(f.state_dict())
     assert InvertibleResidual(f, lipschitz=0.5).inverse(torch.ones(2, 4))[1].measured_in is dtype
     assert all(a is b for a, b in zip(before, [*f.parameters(), *f.buffers()], strict=True))
     within(f.state_dict(), values, 0)
@@ -217,7 +219,8 @@ def softmax(logits):
 
 def l2(f, scales, x, allowed=True):
     """Equation of the class, from differences of tokens: no logit is larger than its own size."""
-    z, width = affine(f.q_proj, x), f.head_dim
+    z = affine(f.q_proj, x)
+    width = f.head_dim
     heads = []
     for start, scale in zip(range(0, f.embed_dim, width), scales, strict=True):
         part = slice(start, start + width)
@@ -254,10 +257,8 @@ def judged(f, x, **options):
 
 def far_token(seed, size=1e6):
     torch.manual_seed(seed)
-    f, x = (
-        L2SelfAttention(4, 2, contractive=0.5, max_tokens=4).double(),
-        torch.randn(1, 4, 4).double(),
-    )
+    f = L2SelfAttention(4, 2, contractive=0.5, max_tokens=4).double()
+    x = torch.randn(1, 4, 4).double()
     x[:, 0] *= size / x[:, 0].norm()
     return f, x
 
@@ -273,7 +274,8 @@ def steep_projection(seed):
 
 def without_logits(f, x, report):
     """The bound that takes the map to round like a linear one."""
-    eps, width = torch.finfo(torch.float64).eps, x.shape[-1]
+    eps = torch.finfo(torch.float64).eps
+    width = x.shape[-1]
     with torch.no_grad():
         image = float(f(x).norm(dim=-1).max())
     lost = (math.sqrt(width) + 8) * eps * (0.5 * float(x.norm(dim=-1).max()) + image)
@@ -316,7 +318,8 @@ def test_the_bound_holds_over_scales_heads_and_lengths(norm, dtype):
     finite = 0
     for index, (scale, weight, factor) in enumerate(cases):
         torch.manual_seed(index)
-        heads, tokens = (1, 2, 4, 8)[index % 4], (1, 2, 5, 16)[index // 4 % 4]
+        heads = (1, 2, 4, 8)[index % 4]
+        tokens = (1, 2, 5, 16)[index // 4 % 4]
         f = L2SelfAttention(8, heads, contractive=(0.3, 0.9)[index % 2], max_tokens=16, norm=norm)
         f.get_parameter(f"{weight}.weight").data.mul_(factor)
         x = scale * torch.randn(1, tokens, 8)

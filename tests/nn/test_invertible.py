@@ -93,7 +93,8 @@ def test_the_error_bound_holds_and_follows_tol(tol):
 class Scaled(nn.Module):
     def __init__(self, f, gain):
         super().__init__()
-        self.f, self.gain = f, gain
+        self.f = f
+        self.gain = gain
 
     def forward(self, x):
         return self.gain * self.f(x)
@@ -137,7 +138,8 @@ def test_no_bound_below_one_is_refused_with_the_bound():
 
 
 def test_bad_input_is_named():
-    block, y = InvertibleResidual(attention()), draw(2, 4, 16)
+    block = InvertibleResidual(attention())
+    y = draw(2, 4, 16)
     y[1, 2, 3] = math.nan
     with pytest.raises(ConvergenceError, match="1 of 128 values of y are NaN"):
         block.inverse(y)
@@ -180,7 +182,8 @@ def test_zeros_one_token_and_two_dimensions():
 
 
 def test_autocast_inverts_the_map_that_was_run():
-    block, x = InvertibleResidual(attention(contractive=0.5)), draw(2, 8, 16)
+    block = InvertibleResidual(attention(contractive=0.5))
+    x = draw(2, 8, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = block(x)
         again, _ = block.inverse(y)
@@ -197,7 +200,8 @@ class Short(nn.Module):
 
 
 def test_products_in_fewer_digits_set_the_floor():
-    block, y = InvertibleResidual(Short(), lipschitz=0.5), draw(2, 8, 16)
+    block = InvertibleResidual(Short(), lipschitz=0.5)
+    y = draw(2, 8, 16)
     with pytest.raises(ConvergenceError, match="sets a floor"):
         block.inverse(y, max_iter=100)
     torch.set_float32_matmul_precision("medium")
@@ -210,7 +214,8 @@ def test_products_in_fewer_digits_set_the_floor():
 
 
 def test_the_bound_is_computed_once_per_inverse(monkeypatch):
-    layer, calls = attention(), []
+    layer = attention()
+    calls = []
     original = UnitWeights.layer
 
     def counted(self, *arguments):
@@ -228,7 +233,8 @@ def test_the_bound_is_computed_once_per_inverse(monkeypatch):
         assert_close(layer(draw(1, 4, 16)), before)
 
 
-D, N = 16, 8
+D = 16
+N = 8
 
 
 def residual_blocks(count):
@@ -317,7 +323,8 @@ def test_shared_and_frozen_weights():
 
 
 def test_autocast_runs_in_the_dtype_of_x():
-    stack, x = ReversibleSequential(residual_blocks(4)), draw(2, N, D)
+    stack = ReversibleSequential(residual_blocks(4))
+    x = draw(2, N, D)
     expected = gradients(stack, x, plain=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         computed = gradients(stack, x, plain=False)

@@ -18,7 +18,8 @@ X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.fl
 class Scaled(nn.Module):
     def __init__(self, inner, scale):
         super().__init__()
-        self.inner, self.scale = inner, scale
+        self.inner = inner
+        self.scale = scale
 
     def forward(self, x):
         return self.scale * self.inner(x)

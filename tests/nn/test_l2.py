@@ -17,7 +17,8 @@ from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import full_precision, l2_constants
 from wellposed.nn import ATTENTIONS, AttentionMask, L2SelfAttention
 
-D, N = 8, 5
+D = 8
+N = 5
 NORMS = ("tok", "inf", 2)
 SIZE = {
     "tok": lambda x: x.norm(dim=-1).amax(-1),
@@ -50,12 +51,14 @@ def slope(layer, norm, tokens=N):
     """Largest `|f(x) - f(y)| / |x - y|` over pairs a good part of their size apart, each rounded to
     the dtype."""
     generator = torch.Generator().manual_seed(7)
-    dtype, largest = layer.o_proj.weight.dtype, 0.0
+    dtype = layer.o_proj.weight.dtype
+    largest = 0.0
     for size in (0.1, 1.0, 8.0):
         for step in (0.3, 2.0):
             x = size * torch.randn(48, tokens, D, generator=generator)
             y = x + step * size * torch.randn(48, tokens, D, generator=generator)
-            x, y = x.to(dtype), y.to(dtype)
+            x = x.to(dtype)
+            y = y.to(dtype)
             with torch.no_grad():
                 moved = layer(x).double() - layer(y).double()
             ratio = SIZE[norm](moved) / SIZE[norm](x.double() - y.double())
@@ -98,7 +101,8 @@ def test_heads_of_different_sizes():
 @pytest.mark.parametrize("name", ["v_proj.weight", "o_proj.weight"])
 @pytest.mark.parametrize("power", [-80, -20, 20, 80])
 def test_a_power_of_two_in_a_weight_changes_no_bit(name, power):
-    layer, x = build(torch.float32, 1.0, bias=False), torch.randn(2, N, D)
+    layer = build(torch.float32, 1.0, bias=False)
+    x = torch.randn(2, N, D)
     before = layer(x)
     with torch.no_grad():
         layer.get_parameter(name).mul_(2.0**power)
@@ -135,7 +139,8 @@ def test_biases_that_drown_the_tokens_are_refused():
 
 
 def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
-    layer, x = build(torch.float32, 1.0), torch.randn(1, N, D)
+    layer = build(torch.float32, 1.0)
+    x = torch.randn(1, N, D)
     with torch.no_grad(), layer.frozen():
         layer(x)
         copied = copy.deepcopy(layer)
@@ -178,7 +183,8 @@ def test_no_matmul_precision_moves_the_division(setting):
         return [*bounds, by_call.paths.detach(), by_call.mixing.detach()]
 
     with full_precision():
-        expected, product = read(), noisy @ noisy
+        expected = read()
+        product = noisy @ noisy
     precision = torch.get_float32_matmul_precision()
     try:
         if setting != "autocast":
@@ -196,7 +202,8 @@ def test_no_matmul_precision_moves_the_division(setting):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 def test_a_compiled_contraction_is_the_same_and_refuses_the_same():
-    layer, x = build(torch.float32, 1e-20, bias=False), torch.randn(2, N, D)
+    layer = build(torch.float32, 1e-20, bias=False)
+    x = torch.randn(2, N, D)
     compiled = torch.compile(layer, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), layer(x))
@@ -210,7 +217,10 @@ def test_a_compiled_contraction_is_the_same_and_refuses_the_same():
 
 
 PAPER_NORMS = ["inf", 2]
-TOKENS, WIDTH, HEADS, C = 6, 8, 2, 0.9
+TOKENS = 6
+WIDTH = 8
+HEADS = 2
+C = 0.9
 
 
 def pair(norm, **options):

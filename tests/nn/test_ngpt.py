@@ -49,7 +49,8 @@ class SlowNGPT:
         turned = vector.clone()
         for pair in range(half):
             angle = position * 10000 ** (-2 * pair / len(vector))
-            left, right = float(vector[pair]), float(vector[pair + half])
+            left = float(vector[pair])
+            right = float(vector[pair + half])
             turned[pair] = left * math.cos(angle) - right * math.sin(angle)
             turned[pair + half] = left * math.sin(angle) + right * math.cos(angle)
         return turned

@@ -103,7 +103,8 @@ def test_half_precision(name, dtype):
 
 
 def test_tokens_of_zeros_have_finite_gradients():
-    layer, x = wn.BallAttention(D, 2), torch.zeros(1, 3, D, requires_grad=True)
+    layer = wn.BallAttention(D, 2)
+    x = torch.zeros(1, 3, D, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad.isfinite().all()
 
@@ -115,7 +116,8 @@ def test_temperatures_and_mixture_learn():
         assert_close(layer.head_scales()[0], torch.full((2,), 2.0))
         layer.temperature_logit.data.fill_(1e4)
         assert_close(layer.head_scales()[0], torch.full((2,), largest))
-    layer, x = built(wn.BallAttention, D, 2), draw(2, 5, D)
+    layer = built(wn.BallAttention, D, 2)
+    x = draw(2, 5, D)
     layer(x).square().sum().backward()
     assert bool((layer.temperature_logit.grad != 0).all())
     assert bool((layer.mix_logit.grad != 0).all())
@@ -129,14 +131,17 @@ def test_maxmin_sorts_pairs_and_keeps_norms():
         assert torch.equal(torch.stack([out[..., i], out[..., i + D // 2]], -1), pair)
     assert_close(out.norm(dim=-1), x.norm(dim=-1))
     layer = wn.MaxMinFeedForward(D, 6).double()
-    up, down = (x @ layer.up_proj.weight.T + layer.up_proj.bias), layer.down_proj
-    high, low = torch.maximum(up[..., :3], up[..., 3:]), torch.minimum(up[..., :3], up[..., 3:])
+    up = x @ layer.up_proj.weight.T + layer.up_proj.bias
+    down = layer.down_proj
+    high = torch.maximum(up[..., :3], up[..., 3:])
+    low = torch.minimum(up[..., :3], up[..., 3:])
     assert_close(layer(x), torch.cat([high, low], -1) @ down.weight.T + down.bias)
     assert wn.MaxMinFeedForward(D, 6, bias=False).up_proj.bias is None
 
 
 def test_residuals_are_what_they_say():
-    x, branch = draw(2, 5, D), draw(2, 5, D, seed=2)
+    x = draw(2, 5, D)
+    branch = draw(2, 5, D, seed=2)
     convex = wn.ConvexResidual(0.3, divisor=2.0).double()
     assert_close(convex(x, branch), 0.7 * x + 0.15 * branch)
     budget = wn.BudgetResidual(5.0, blocks=4, share=0.25, divisor=2.0).double()

@@ -16,7 +16,9 @@ from wellposed.constrain import constrain_
 from wellposed.errors import ConfigError, NotContractiveError
 from wellposed.linalg import isometry_error
 
-D, L, N = 6, 3, 7
+D = 6
+L = 3
+N = 7
 KINDS = [
     {},
     {"num_experts": 3},
@@ -50,7 +52,8 @@ def make(*, start=1.2, dtype=torch.float64, width=D, **options):
 @pytest.mark.parametrize("length", [3, 11])
 @torch.no_grad()
 def test_stack_is_the_formula(kind, length):
-    stack, x = make(**kind), draw(2, length, D)
+    stack = make(**kind)
+    x = draw(2, length, D)
     expected = torch.stack([slow_stack(stack, sample) for sample in x])
     within(stack(x).last_hidden_state, expected, 1e-12)
 
@@ -63,20 +66,24 @@ def test_padding_changes_nothing(kind):
     padding[:, 3 : 3 + N] = False
     for causal in (False, True):
         stack = make(is_causal=causal, **kind)
-        short, long = stack(x), stack(longer, key_padding_mask=padding)
+        short = stack(x)
+        long = stack(longer, key_padding_mask=padding)
         assert long.last_hidden_state.isfinite().all()
         within(long.last_hidden_state[:, 3 : 3 + N], short.last_hidden_state, 1e-12)
 
 
 @kinds
 def test_permuted_tokens_are_permuted_outputs(kind):
-    stack, x, order = make(**kind), draw(2, N, D), torch.randperm(N)
+    stack = make(**kind)
+    x = draw(2, N, D)
+    order = torch.randperm(N)
     within(stack(x[:, order]).last_hidden_state, stack(x).last_hidden_state[:, order], 1e-12)
 
 
 @kinds
 def test_causal_form_sees_no_later_token(kind):
-    stack, x = make(is_causal=True, **kind), draw(1, N, D).requires_grad_()
+    stack = make(is_causal=True, **kind)
+    x = draw(1, N, D).requires_grad_()
     y = stack(x).last_hidden_state
     for t in range(N):
         (gradient,) = torch.autograd.grad(y[0, t].sum(), x, retain_graph=True)
@@ -90,7 +97,9 @@ def test_causal_form_sees_no_later_token(kind):
 
 @kinds
 def test_gates_of_the_causal_form_are_those_of_the_prefix(kind):
-    causal, full, x = make(is_causal=True, **kind), make(**kind), draw(2, N, D)
+    causal = make(is_causal=True, **kind)
+    full = make(**kind)
+    x = draw(2, N, D)
     # One layer and one sigma: else earlier tokens of the prefix would use other sigmas and gates
     # than the last.
     for stack in (causal, full):
@@ -106,11 +115,14 @@ def test_gates_of_the_causal_form_are_those_of_the_prefix(kind):
 @kinds
 @pytest.mark.parametrize("pieces", [[1] * N, [4, 1, 2]])
 def test_cache_equals_one_pass(kind, pieces):
-    stack, x = make(is_causal=True, **kind), draw(2, N, D)
+    stack = make(is_causal=True, **kind)
+    x = draw(2, N, D)
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[1, :2] = True
     expected = stack(x, key_padding_mask=padding).last_hidden_state
-    cache, outputs, start = wn.TransJectCache(), [], 0
+    cache = wn.TransJectCache()
+    outputs = []
+    start = 0
     with torch.no_grad():
         for size in pieces:
             stop = start + size
@@ -124,8 +136,10 @@ def test_cache_equals_one_pass(kind, pieces):
 
 
 def test_cache_reorders_and_does_not_grow():
-    stack, x = make(is_causal=True, num_experts=2, gating="normalized"), draw(3, N, D)
-    cache, sizes = wn.TransJectCache(), []
+    stack = make(is_causal=True, num_experts=2, gating="normalized")
+    x = draw(3, N, D)
+    cache = wn.TransJectCache()
+    sizes = []
     with torch.no_grad():
         for t in range(N - 1):
             stack(x[:, t : t + 1], cache=cache)
@@ -148,7 +162,8 @@ def test_identity_at_the_start_bitwise(kind):
 @kinds
 @pytest.mark.parametrize("causal", [False, True])
 def test_inverse(kind, causal):
-    stack, x = make(start=2.5, is_causal=causal, **kind), draw(3, N, D)
+    stack = make(start=2.5, is_causal=causal, **kind)
+    x = draw(3, N, D)
     padding = torch.zeros(3, N, dtype=torch.bool)
     padding[0, 4:] = True
     out = stack(x, key_padding_mask=padding)
@@ -160,7 +175,8 @@ def test_inverse(kind, causal):
 
 
 def test_inverse_refuses_what_is_no_bijection():
-    stack, x = make(num_experts=2), draw(1, N, D)
+    stack = make(num_experts=2)
+    x = draw(1, N, D)
     out = stack(x)
     with pytest.raises(ConfigError, match="gates of 1 layers; expected 3"):
         stack.inverse(x, out.sigma, out.gates[:1])
@@ -174,7 +190,8 @@ def test_inverse_refuses_what_is_no_bijection():
 
 
 def test_given_sigma_and_gates_repeat_a_pass():
-    stack, x = make(num_experts=2), draw(2, N, D)
+    stack = make(num_experts=2)
+    x = draw(2, N, D)
     out = stack(x)
     again = stack(x, sigma=out.sigma, gates=out.gates)
     # A token alone gives the same: nothing else passes between tokens.
@@ -192,7 +209,8 @@ def test_orthogonal_through_training_save_and_load():
     by_name = constrain_(twin, twin_optimizer, where=list(wn.orthogonal_patterns(twin)))
     assert {row.path for row in handle.report.rows} == {row.path for row in by_name.report.rows}
     assert len(handle.report.rows) == 1 + 2 * (2 * 2 + 2)
-    x, goal = torch.randn(4, 9, 16), torch.randn(4, 9, 16)
+    x = torch.randn(4, 9, 16)
+    goal = torch.randn(4, 9, 16)
 
     def loss():
         off = (stack(x).last_hidden_state - goal).square().mean()
@@ -221,7 +239,8 @@ def test_norm_bound_is_above_the_norm():
 
 
 def test_residual_starts():
-    x, f = torch.randn(3), torch.randn(3)
+    x = torch.randn(3)
+    f = torch.randn(3)
     assert torch.equal(wn.InjectiveResidual(4)(x, f), x)
     assert_close(wn.InjectiveResidual(4, "sigmoid")(x, f), x + f / 8)
     residual = wn.InjectiveResidual(2)

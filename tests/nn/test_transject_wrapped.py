@@ -13,7 +13,9 @@ from torch.testing import assert_close
 from wellposed.errors import ConfigError, NotContractiveError
 from wellposed.nn import GramSpectrum, TransJectStack
 
-D, L, N = 6, 2, 5
+D = 6
+L = 2
+N = 5
 MAPS = [
     "spectrum.basis",
     "layers.0.attention.experts.1.left",
@@ -64,7 +66,9 @@ def parametrise(stack, path):
 @pytest.mark.parametrize("wrap", [adapt, parametrise])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_wrapped_map_is_the_same_as_its_merged_weight(path, wrap, is_causal):
-    x, wrapped, merged = draw(2, N, D), make(is_causal=is_causal), make(is_causal=is_causal)
+    x = draw(2, N, D)
+    wrapped = make(is_causal=is_causal)
+    merged = make(is_causal=is_causal)
     plain = merged(x).last_hidden_state
     with torch.no_grad():
         merged.get_submodule(path).weight.copy_(wrap(wrapped, path))
@@ -85,7 +89,8 @@ PARTS = [f"layers.0.{p}" for p in words("residual attention feedforward attentio
 
 @pytest.mark.parametrize("path", MAPS + PARTS)
 def test_what_a_hook_returns_counts(path):
-    x, stack = draw(2, N, D), make()
+    x = draw(2, N, D)
+    stack = make()
     expected = stack(x).last_hidden_state
 
     def change(_module, _inputs, output):
@@ -102,7 +107,8 @@ def test_what_a_hook_returns_counts(path):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_offloaded_weights_are_fetched(options, is_causal):
     accelerate = pytest.importorskip("accelerate")
-    x, stack = draw(2, N, D), make(is_causal=is_causal, **options)
+    x = draw(2, N, D)
+    stack = make(is_causal=is_causal, **options)
     expected = stack(x).last_hidden_state.detach()
     accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in stack.parameters())
@@ -111,7 +117,9 @@ def test_offloaded_weights_are_fetched(options, is_causal):
 
 
 def test_the_reconstruction_loss_is_that_of_the_wrapped_basis():
-    x, wrapped, merged = draw(2, N, D), GramSpectrum(D).double(), GramSpectrum(D).double()
+    x = draw(2, N, D)
+    wrapped = GramSpectrum(D).double()
+    merged = GramSpectrum(D).double()
     merged.load_state_dict(wrapped.state_dict())
     adapter = Adapter(wrapped.basis)
     wrapped.basis = adapter
@@ -125,7 +133,8 @@ def test_the_reconstruction_loss_is_that_of_the_wrapped_basis():
 
 @paths
 def test_the_inverse_refuses_what_has_no_known_bound(path):
-    x, stack = draw(2, N, D), make()
+    x = draw(2, N, D)
+    stack = make()
     stack.set_submodule(path, Adapter(stack.get_submodule(path)))
     out = stack(x)
     if "basis" in path or "gate" in path:
@@ -138,7 +147,8 @@ def test_the_inverse_refuses_what_has_no_known_bound(path):
 
 def test_the_inverse_says_that_weights_are_offloaded():
     accelerate = pytest.importorskip("accelerate")
-    x, stack = draw(2, N, D), make()
+    x = draw(2, N, D)
+    stack = make()
     with torch.no_grad():
         out = stack(x)
     accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))

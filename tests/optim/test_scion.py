@@ -248,7 +248,8 @@ def test_frozen_weights_stay_and_unused_ones_too():
 
 
 def test_groups_schedules_and_closures_are_those_of_torch():
-    weight, vector = nn.Parameter(seeded(4, 4)), nn.Parameter(seeded(4))
+    weight = nn.Parameter(seeded(4, 4))
+    vector = nn.Parameter(seeded(4))
     named = [*groups([weight]), {"params": [vector], "norm": "rms", "radius": 1.0, "lr": 0.5}]
     optimizer = Scion(named, lr=0.1, ball=False)
     optimizer.add_param_group(

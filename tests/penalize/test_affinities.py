@@ -62,7 +62,8 @@ def slow(output, lengths):
 
 def alone_and_together(model, batch, monkeypatch):
     """Penalise layers one after the other, then those that are alike together."""
-    runs, penalty = [], OrthogonalityPenalty(model, affinity=1.0)
+    runs = []
+    penalty = OrthogonalityPenalty(model, affinity=1.0)
     for entries in (1, 1 << 19):
         monkeypatch.setattr("wellposed.penalize._affinities._ENTRIES_CPU", entries)
         model.zero_grad()
@@ -82,7 +83,8 @@ class Blocks(nn.Module):
 
     def __init__(self, *layers, **masks):
         super().__init__()
-        self.layers, self.masks = nn.ModuleList(layers), masks
+        self.layers = nn.ModuleList(layers)
+        self.masks = masks
 
     def forward(self, x):
         for layer in self.layers:
@@ -143,7 +145,8 @@ def test_equals_the_attentions_of_the_familys_own_code(family, implementation, m
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_handwritten_softmax_is_seen(fused):
-    module, x = Mixer(fused=fused, dropout=0.5).double(), torch.randn(2, 5, 8).double()
+    module = Mixer(fused=fused, dropout=0.5).double()
+    x = torch.randn(2, 5, 8).double()
     value = after_forward(module, OrthogonalityPenalty(module, affinity=1.0), {"x": x})
     q, k, _ = module.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
     affinity = (q @ k.mT / 2).softmax(-1).detach()  # before dropout
@@ -153,7 +156,8 @@ def test_handwritten_softmax_is_seen(fused):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_watching_changes_no_output_and_no_gradient(implementation):
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     model.set_attn_implementation(implementation)
     plain = model(**inputs)[0]
     plain.square().mean().backward()
@@ -176,7 +180,8 @@ def test_watching_changes_no_output_and_no_gradient(implementation):
 def test_multihead_attention_with_masks(needs_weights, causal):
     module = nn.MultiheadAttention(8, 2, batch_first=True).double()
     penalty = OrthogonalityPenalty(module, affinity=1.0)
-    x, lengths = torch.randn(3, 6, 8).double(), (6, 4, 1)
+    x = torch.randn(3, 6, 8).double()
+    lengths = (6, 4, 1)
     padded = torch.arange(6) >= torch.tensor(lengths)[:, None]
     later = torch.ones(6, 6).triu(1).bool() if causal else None
     options = {"attn_mask": later, "need_weights": needs_weights}
@@ -200,7 +205,8 @@ def test_multihead_attention_with_masks(needs_weights, causal):
 
 
 def test_gradient_checkpointing_changes_nothing():
-    model, inputs = bert().double(), batch()
+    model = bert().double()
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, **ALL)
     plain = step(model, penalty, inputs)
     model.activation_checkpointing_enable({"use_reentrant": False})
@@ -221,7 +227,8 @@ def test_checkpointing_around_multihead_attention():
                 return (torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False),)
             return (self.layer(x),)
 
-    model, inputs = Checkpointed(), {"x": torch.randn(2, 5, 8).double()}
+    model = Checkpointed()
+    inputs = {"x": torch.randn(2, 5, 8).double()}
     penalty = OrthogonalityPenalty(model, **ALL)
     plain = step(model, penalty, inputs)
     model.checkpoint = True
@@ -229,7 +236,8 @@ def test_checkpointing_around_multihead_attention():
 
 
 def test_reentrant_checkpointing_is_refused():
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     model.activation_checkpointing_enable({"use_reentrant": True})
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     with pytest.raises(ConfigError, match=r"(?s)encoder\.layer\.0\.attention.*use_reentrant=False"):
@@ -238,7 +246,8 @@ def test_reentrant_checkpointing_is_refused():
 
 @pytest.mark.parametrize("estimator", ["exact", "probes"])
 def test_bf16_autocast_is_close_to_float32(estimator):
-    model, inputs = bert(initializer_range=0.2), batch()
+    model = bert(initializer_range=0.2)
+    inputs = batch()
     draw = torch.Generator()
     penalty = OrthogonalityPenalty(model, **ALL, estimator=estimator, generator=draw)
     draw.manual_seed(5)
@@ -304,7 +313,8 @@ def test_flash_only_kernels_are_refused_at_attach_time():
     reason="inductor needs a C++ compiler",
 )
 def test_inductor_equals_eager():
-    model, x = nn.Sequential(Mixer()), torch.randn(2, 6, 8)
+    model = nn.Sequential(Mixer())
+    x = torch.randn(2, 6, 8)
     penalty = OrthogonalityPenalty(model, affinity=0.3, attention=0.7)
     compiled = torch.compile(model, backend="inductor")
     runs = []

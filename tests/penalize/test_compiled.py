@@ -33,7 +33,8 @@ def llama():
 
 
 def padded():
-    model, x = Padded(), torch.ones(2, 5, 16)
+    model = Padded()
+    x = torch.ones(2, 5, 16)
     last = torch.arange(5) > torch.tensor([[3], [2]])
     return model, lambda: model(x, (last, last & (torch.arange(5) > 3))).square().mean()
 
@@ -43,10 +44,8 @@ def losses_and_weights(build, strengths, *, is_compiled, steps=4):
     torch.compiler.reset()
     counters.clear()
     model, loss = build()
-    penalty, optimizer = (
-        OrthogonalityPenalty(model, **strengths),
-        torch.optim.SGD(model.parameters(), 0.1),
-    )
+    penalty = OrthogonalityPenalty(model, **strengths)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def total():
         return loss() + penalty()

@@ -79,7 +79,8 @@ def take_step(kind, rank):
     loss, gradients = step(wrapped, penalty, inputs)
     named = {name.removeprefix("module."): full(slope) for name, slope in gradients.items()}
     dist.all_reduce(loss)
-    calls, alone = CommDebugMode(), OrthogonalityPenalty(model, **WEIGHTS)
+    calls = CommDebugMode()
+    alone = OrthogonalityPenalty(model, **WEIGHTS)
     with calls:
         value = alone()
         value.backward()

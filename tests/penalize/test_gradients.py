@@ -69,7 +69,8 @@ def test_affinities_and_removed_penalties_are_refused():
     assert module.in_proj_weight.grad is None
 
 
-RANK, SCALE = 2, 1.5
+RANK = 2
+SCALE = 1.5
 
 
 class LoraLinear(nn.Module):
@@ -191,7 +192,8 @@ def test_some_frozen_weights_are_warned_of_once():
 
 
 def test_affinities_train_the_adapters_and_are_refused_where_nothing_is_trained():
-    model, inputs = adapted(bert(), "key"), batch()
+    model = adapted(bert(), "key")
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     after_forward(model, penalty, inputs).backward()
     layers = [part for part in model.modules() if isinstance(part, LoraLinear)]

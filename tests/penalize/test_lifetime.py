@@ -90,7 +90,8 @@ def test_attach_train_save_load_and_detach(family, names, tmp_path):
 
 
 def test_an_unused_note_dies_with_its_graph():
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     output = model(**inputs)
     noted = [ref() for refs in penalty._capture._seen.values() for ref in refs]
@@ -105,7 +106,8 @@ def test_an_unused_note_dies_with_its_graph():
 
 
 def test_calls_in_the_wrong_order_are_explained():
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     with pytest.raises(ConfigError, match="one forward pass"):
         penalty()
@@ -121,7 +123,8 @@ def test_calls_in_the_wrong_order_are_explained():
 
 
 def test_value_without_gradient_under_no_grad():
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     with torch.no_grad():
         model(**inputs)
@@ -129,7 +132,8 @@ def test_value_without_gradient_under_no_grad():
 
 
 def test_an_exception_in_the_model_leaves_no_mode_behind():
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     layer = model.encoder.layer[1].attention.self.value
     handle = layer.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("boom")))
@@ -141,7 +145,8 @@ def test_an_exception_in_the_model_leaves_no_mode_behind():
 
 
 def test_copies_and_pickles_do_not_report_to_the_original():
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0, every=2)
     twin = copy.deepcopy(model)
     twin(**inputs)
@@ -170,7 +175,8 @@ def test_generation_with_a_cache_is_not_in_the_way():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_evaluation_of_a_torch_encoder_on_its_fast_path_still_works():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 2).eval()
-    x, padded = torch.randn(2, 4, 8), torch.tensor([[False, False, False, True], [False] * 4])
+    x = torch.randn(2, 4, 8)
+    padded = torch.tensor([[False, False, False, True], [False] * 4])
     with torch.no_grad():
         plain = model(x, src_key_padding_mask=padded)
         penalty = OrthogonalityPenalty(model, affinity=1.0)

@@ -130,13 +130,15 @@ def test_a_call_reads_the_model_as_it_is_or_names_the_change(name):
         build, change, refused = CHANGES[name]
         options["feedforward"] = 0.5
     else:
-        build, (change, refused) = adapted, ADAPTED[name]
+        build = adapted
+        (change, refused) = ADAPTED[name]
     model = build()
     penalty = OrthogonalityPenalty(model, **options)
     outcome(penalty)
     change(model)
     fresh = outcome(lambda: OrthogonalityPenalty(model, **options)())
-    step, now = penalty.step, outcome(penalty)
+    step = penalty.step
+    now = outcome(penalty)
     if refused in (None, "as fresh"):
         assert now == pytest.approx(fresh, rel=1e-6) if isinstance(fresh, float) else now == fresh
         assert refused or isinstance(now, float)
@@ -151,7 +153,8 @@ def test_a_call_reads_the_model_as_it_is_or_names_the_change(name):
 
 @pytest.mark.parametrize("change", [cut, reordered])
 def test_affinities_are_of_the_attention_that_the_model_has(change):
-    model, inputs = bert(), batch()
+    model = bert()
+    inputs = batch()
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     change(model)
     model(**inputs)

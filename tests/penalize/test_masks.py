@@ -14,7 +14,8 @@ MASKED = {
     "-inf": -math.inf, "lowest": torch.finfo(torch.float32).min, "half": -65504.0, "-1e9": -1e9, "-1e4": -1e4,
     "-1e3": -1e3,
 }  # fmt: skip
-REAL, PADDED = 6, 3
+REAL = 6
+PADDED = 3
 TOKENS = REAL + PADDED
 
 
@@ -67,7 +68,8 @@ def test_a_float_padding_mask_of_torch_removes_padding(kind, left):
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
     penalty = OrthogonalityPenalty(model, affinity=1.0)
-    real, x = real_tokens(left), torch.randn(1, TOKENS, 16)
+    real = real_tokens(left)
+    x = torch.randn(1, TOKENS, 16)
     output = model(x, src_key_padding_mask=torch.where(real, 0.0, MASKED[kind])[None])
     padded = penalty().detach()
     output = model(x[:, real])
@@ -82,7 +84,8 @@ def test_finite_numbers_of_a_padding_mask_of_torch_are_added_to_logits(estimator
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
     penalty = OrthogonalityPenalty(model, affinity=1.0, estimator=estimator, num_probes=1000)
-    real, x = real_tokens(left=False), torch.randn(1, TOKENS, 16)
+    real = real_tokens(left=False)
+    x = torch.randn(1, TOKENS, 16)
     padding = torch.linspace(-3.0, 2.0, TOKENS).masked_fill(~real, -1e4)[None]
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     mask = {"bool": later, "float": torch.zeros(TOKENS, TOKENS).masked_fill(later, -math.inf)}.get(

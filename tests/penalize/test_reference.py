@@ -9,7 +9,9 @@ from wellposed.models import build_model
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.presets import mcgrath2024, zhang2021
 
-WIDTH, HEADS, LAYERS = 16, 4, 2
+WIDTH = 16
+HEADS = 4
+LAYERS = 2
 LENGTHS = (9, 6, 1)
 STRENGTHS = {"affinity": 0.3, "attention": 0.7, "feedforward": 1.1}
 KINDS = ("sequence_classification", "causal_lm")
@@ -31,7 +33,8 @@ class Reference:
     layers."""
 
     def __init__(self, model, *, causal):
-        self.model, self.causal = model, causal
+        self.model = model
+        self.causal = causal
         self.projected = {}
         for layer in range(LAYERS):
             for role in ("query", "key"):

@@ -45,7 +45,8 @@ class Own(nn.Module):
 
     def __init__(self, linear):
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
         rows, columns = self.weight.shape
         self.down = nn.Parameter(torch.randn(2, columns, dtype=torch.float64))
         self.up = nn.Parameter(torch.randn(rows, 2, dtype=torch.float64))

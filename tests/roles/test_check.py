@@ -25,10 +25,14 @@ class Odd(Layout):
         super().__init__()
         self.compress = nn.Parameter(torch.randn(T, 3))
         self.by_head = nn.Parameter(torch.randn(H, D, D // H))
-        self.over_heads, self.again = nn.Linear(H, 9), nn.Linear(9, H)
-        self.over_tokens, self.back = nn.Linear(T, 9), nn.Linear(9, T)
-        self.latent, self.latent_up = nn.Linear(D, 6), nn.Linear(6, D)
-        self.wide, self.gate = nn.Linear(D, 2 * D), nn.Linear(D, 24)
+        self.over_heads = nn.Linear(H, 9)
+        self.again = nn.Linear(9, H)
+        self.over_tokens = nn.Linear(T, 9)
+        self.back = nn.Linear(9, T)
+        self.latent = nn.Linear(D, 6)
+        self.latent_up = nn.Linear(6, D)
+        self.wide = nn.Linear(D, 2 * D)
+        self.gate = nn.Linear(D, 24)
         self.norms = nn.ModuleList([nn.RMSNorm(D), nn.LayerNorm(D)])
         self.register_buffer("coordinates", torch.randn(T, T, H))
 
@@ -189,7 +193,8 @@ def networks(roles):
 
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_a_part_that_the_check_contradicts_is_left_out_and_said(kind):
-    model, x = kind(), torch.randn(2, T, D)
+    model = kind()
+    x = torch.randn(2, T, D)
     roles = find_roles(model, x)
     assert not roles.attention
     assert networks(roles) == [("up.weight", "down.weight")]
@@ -219,7 +224,8 @@ class Owner(nn.Module):
 
     def __init__(self, *, first):
         super().__init__()
-        self.a, self.d = nn.Linear(D, D), nn.Linear(D, D)
+        self.a = nn.Linear(D, D)
+        self.d = nn.Linear(D, D)
         self.kv = nn.Linear(D, 2 * D) if first else None
 
     def forward(self, x, kv):
@@ -253,9 +259,12 @@ class QueryAndGate(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.num_heads, self.head_dim = H, D // H
-        self.q_proj, self.k_proj = nn.Linear(D, 2 * D), nn.Linear(D, D)
-        self.v_proj, self.o_proj = nn.Linear(D, D), nn.Linear(D, D)
+        self.num_heads = H
+        self.head_dim = D // H
+        self.q_proj = nn.Linear(D, 2 * D)
+        self.k_proj = nn.Linear(D, D)
+        self.v_proj = nn.Linear(D, D)
+        self.o_proj = nn.Linear(D, D)
 
     def forward(self, x):
         q, gate = self.q_proj(x).unflatten(-1, (H, -1)).chunk(2, -1)
@@ -304,7 +313,9 @@ def test_a_gate_that_no_name_tells_is_seen_or_unnamed():
 
 @pytest.mark.parametrize(("check", "passes"), [(False, 1), (True, 3)])
 def test_the_check_takes_two_passes_and_leaves_the_model_as_it_was(check, passes):
-    model, x, count = plain(), torch.randn(2, T, D), [0]
+    model = plain()
+    x = torch.randn(2, T, D)
+    count = [0]
     state = copy.deepcopy(model.state_dict())
 
     def fail(*_):
@@ -329,7 +340,8 @@ def test_a_batch_that_was_given_is_not_asked_for():
 
 
 def test_a_verb_that_selects_a_refused_part_says_why():
-    model, x = linear(), torch.randn(2, T, D)
+    model = linear()
+    x = torch.randn(2, T, D)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(RoleNotFoundError, match="multiplied without a softmax"):
         wp.constrain_(model, optimizer, where="query", batch=x)

@@ -136,7 +136,8 @@ def test_attack_and_certificate_are_of_the_layer_as_it_is_called(model):
 @pytest.mark.parametrize("name", UNREADABLE)
 @pytest.mark.parametrize("with_batch", [None, "batch"])
 def test_what_cannot_be_read_is_refused_by_name(name, with_batch):
-    model, batch_of = WRAPPED[name](Model()), with_batch and batch()
+    model = WRAPPED[name](Model())
+    batch_of = with_batch and batch()
     for verb in (
         wp.measure,
         lambda model, batch: wp.OrthogonalityPenalty(model, query=1.0, batch=batch, form="gram"),

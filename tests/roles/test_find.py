@@ -9,7 +9,8 @@ from torch.nn.utils import parametrizations
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 from wellposed.roles import find_roles, joined_views
 
-D, HEADS = 8, 2
+D = 8
+HEADS = 2
 
 
 class Odd(nn.Module):
@@ -40,7 +41,8 @@ PATTERNS = {
 def test_views_of_multihead_attention_rebuild_its_output(widths):
     module = nn.MultiheadAttention(D, HEADS, batch_first=True, bias=False, **widths).double()
     (role,) = find_roles(module).attention
-    x, y = torch.randn(2, 3, D).double(), torch.randn(2, 4, widths.get("kdim", D)).double()
+    x = torch.randn(2, 3, D).double()
+    y = torch.randn(2, 4, widths.get("kdim", D)).double()
     z = torch.randn(2, 4, widths.get("vdim", D)).double()
 
     def split(tensor):

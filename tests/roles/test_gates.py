@@ -24,15 +24,19 @@ class Gated(nn.Module):
         super().__init__()
         for name in ("wq", "wk", "wv", "wo", "wg", "before_gate", "query_2", "key_2"):
             setattr(self, name, nn.Linear(D, D, bias=False))
-        self.by_head, self.by_token = nn.Linear(D, H), nn.Linear(D, 1)
-        self.query_norm, self.key_norm = nn.RMSNorm(W), nn.RMSNorm(W)
-        self.head_norm, self.groups = nn.LayerNorm(W), nn.GroupNorm(H, D)
+        self.by_head = nn.Linear(D, H)
+        self.by_token = nn.Linear(D, 1)
+        self.query_norm = nn.RMSNorm(W)
+        self.key_norm = nn.RMSNorm(W)
+        self.head_norm = nn.LayerNorm(W)
+        self.groups = nn.GroupNorm(H, D)
         self.fused = nn.Linear(D, 4 * D, bias=False)
         self.key_value = nn.Linear(D, D, bias=False)
         self.query_gate = nn.Linear(D, 2 * D, bias=False)
         self.sink = nn.Parameter(torch.randn(H))
         self.share = nn.Parameter(torch.rand(H, 1, 1))
-        self.up, self.down = nn.Linear(D, 24), nn.Linear(24, D)
+        self.up = nn.Linear(D, 24)
+        self.down = nn.Linear(24, D)
 
     def forward(self, x):
         x = x + self.mix(F.layer_norm(x, (D,)))
@@ -146,7 +150,8 @@ def temperature_that_divides(self, x):
 @gated()
 def norms_of_query_and_key(self, x):
     q, k, v = self.heads(x)
-    q, k = self.query_norm(q), self.key_norm(k)
+    q = self.query_norm(q)
+    k = self.key_norm(k)
     return self.wo(merged(F.scaled_dot_product_attention(q, k, v)))
 
 

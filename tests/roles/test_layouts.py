@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from wellposed.roles import find_roles
 
-D, H, T = 16, 4, 6
+D = 16
+H = 4
+T = 6
 
 
 def split(x, heads=H):
@@ -29,7 +31,8 @@ class Layout(nn.Module):
             setattr(self, name, nn.Linear(D, D, bias=False))
         self.fused = nn.Linear(D, 3 * D, bias=False)
         self.mix = nn.Parameter(torch.randn(H, H))
-        self.up, self.down = nn.Linear(D, 24), nn.Linear(24, D)
+        self.up = nn.Linear(D, 24)
+        self.down = nn.Linear(24, D)
 
     def heads(self, x):
         return split(self.a(x)), split(self.b(x)), split(self.c(x))

@@ -19,7 +19,8 @@ class Restless(Model):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.5)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("last", torch.zeros(1))
         self.table = nn.Embedding(7, WIDTH, max_norm=0.1)

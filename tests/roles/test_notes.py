@@ -63,7 +63,8 @@ class Convolving(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.first = nn.Linear(16, 32)
+        self.last = nn.Linear(32, 16)
         self.between = nn.Conv1d(32, 32, 3, padding=1, groups=32)
 
     def forward(self, x):
@@ -117,7 +118,8 @@ def levels_of(model, x, caplog):
 
 def test_a_note_on_a_model_is_a_warning_once_and_later_information(caplog):
     caplog.set_level(logging.INFO)
-    model, x = Convolving().eval(), torch.randn(2, T, 16)
+    model = Convolving().eval()
+    x = torch.randn(2, T, 16)
     assert levels_of(model, x, caplog) == ["WARNING", "INFO"]
     assert levels_of(model, x, caplog) == ["INFO", "INFO"]
     assert levels_of(copy.deepcopy(model), x, caplog) == ["WARNING", "INFO"]
@@ -125,7 +127,8 @@ def test_a_note_on_a_model_is_a_warning_once_and_later_information(caplog):
 
 
 def test_another_note_on_the_same_model_is_a_warning(caplog):
-    model, x = Convolving().eval(), torch.randn(2, T, 16)
+    model = Convolving().eval()
+    x = torch.randn(2, T, 16)
     find_roles(model)  # by name: no batch
     caplog.clear()
     find_roles(model, x)

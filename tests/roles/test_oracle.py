@@ -16,7 +16,10 @@ class Watched:
     allowed: nothing here knows how roles are found."""
 
     def __init__(self, monkeypatch, model, run):
-        self.model, self.run, self.calls, self.reads = model.eval(), run, [], {}
+        self.model = model.eval()
+        self.run = run
+        self.calls = []
+        self.reads = {}
         attend = F.scaled_dot_product_attention
 
         def watched(q, k, v, *args, **options):
@@ -32,7 +35,8 @@ class Watched:
             self.reads.setdefault(module, inputs[0].detach().clone())
 
     def pass_(self, view=None, row=0):
-        self.calls, self.reads = [], {}
+        self.calls = []
+        self.reads = {}
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         torch.manual_seed(0)

@@ -106,7 +106,8 @@ def shown(view, path, heads=()):
 @pytest.mark.parametrize("name", TRUTH)
 def test_the_last_layer_is_what_its_code_says(name):
     _, roles = roles_of(name)
-    part, network = roles.attention[-1], roles.feedforward[-1]
+    part = roles.attention[-1]
+    network = roles.feedforward[-1]
     rows = {
         role: shown(getattr(part, role), part.path, part.heads.get(role))
         for role in ("query", "key", "value", "output")
@@ -166,7 +167,8 @@ def test_latent_attention_names_both_factors():
 def test_the_gradient_of_a_view_lands_in_its_rows(name):
     _, roles = roles_of(name)
     for weight in roles.weights():
-        view, parameter = weight.view, weight.view.parameter
+        view = weight.view
+        parameter = weight.view.parameter
         seed = torch.randn(view.shape)
         (gradient,) = torch.autograd.grad((view.tensor() * seed).sum(), parameter)
         assert torch.equal(view.seen(gradient), seed)
@@ -261,9 +263,12 @@ class Placed(nn.Module):
     def __init__(self):
         super().__init__()
         self.where = nn.Parameter(torch.randn(9, 16))
-        self.words, self.kinds = nn.Embedding(11, 16), nn.Embedding(2, 16)
+        self.words = nn.Embedding(11, 16)
+        self.kinds = nn.Embedding(2, 16)
         self.order = nn.Embedding(9, 16)
-        self.first, self.squash, self.inner = Scaled(), nn.Tanh(), nn.Sequential(nn.LayerNorm(16))
+        self.first = Scaled()
+        self.squash = nn.Tanh()
+        self.inner = nn.Sequential(nn.LayerNorm(16))
         self.block = Custom()
 
     def forward(self, ids):
@@ -291,7 +296,8 @@ class Custom(nn.Module):
         self.skip = skip
         self.a = nn.Linear(16, 48)
         self.b = nn.Linear(16, 16)
-        self.c, self.d = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.c = nn.Linear(16, 24)
+        self.d = nn.Linear(24, 16)
         self.lost = nn.Linear(16, 16)
 
     def forward(self, x):
@@ -349,8 +355,10 @@ def test_names_that_the_pass_contradicts_are_shown_beside_it():
         def __init__(self):
             super().__init__()
             self.num_heads = 2
-            self.q_proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.v_proj, self.o_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.q_proj = nn.Linear(8, 8)
+            self.k_proj = nn.Linear(8, 8)
+            self.v_proj = nn.Linear(8, 8)
+            self.o_proj = nn.Linear(8, 8)
 
         def forward(self, x):
             parts = [layer(x) for layer in (self.q_proj, self.v_proj, self.k_proj)]
@@ -429,7 +437,8 @@ class Rectified(nn.Module):
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-        self.both, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+        self.both = nn.Linear(8, 24)
+        self.down = nn.Linear(12, 8)
         with torch.no_grad():
             self.both.bias[3] = -100.0
 
@@ -443,7 +452,8 @@ class Rectified(nn.Module):
 
 
 def test_a_row_that_an_activation_hides_is_never_left_out_in_silence():
-    model, x = Rectified(), torch.randn(4, 9, 8)
+    model = Rectified()
+    x = torch.randn(4, 9, 8)
     (network,) = find_roles(model, x).feedforward
     assert (network.gate.spans, network.up.spans) == (((0, 12),), ((12, 24),))
     assert find_roles(model, x).attention[0].query.spans is None
@@ -459,7 +469,8 @@ class Saturated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
 
     def forward(self, x):
         h = self.up(x)

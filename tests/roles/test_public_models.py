@@ -86,7 +86,8 @@ def test_names_and_a_pass_give_the_roles_of_a_style(name, way):
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", STYLES)
 def test_every_verb_takes_every_style(name, verb, way):
-    style, options = STYLES[name], WAYS[way]
+    style = STYLES[name]
+    options = WAYS[way]
     if verb == "dt_fixup_":
         options = {}
     if refusal := is_refused_elsewhere(style, verb, options):

@@ -132,8 +132,10 @@ def check_step(model, batch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_roles_are_those_before(name, mesh):
-    model, batch = built(name), batch_of(name)
-    expected, output = wp.find_roles(model, batch), output_of(model, batch)
+    model = built(name)
+    batch = batch_of(name)
+    expected = wp.find_roles(model, batch)
+    output = output_of(model, batch)
     assert expected.attention
     assert expected.feedforward
     by_layer(model, mesh=mesh)
@@ -234,7 +236,8 @@ def plain_names(roles):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("route", ROUTES)
 def test_roles_are_those_before_in_every_state(route, mesh):
-    model, batch = built("phi3"), batch_of("phi3")
+    model = built("phi3")
+    batch = batch_of("phi3")
     expected = wp.find_roles(model, batch)
     sharded = ROUTES[route](model, mesh)
     assert plain_names(found(sharded, batch)) == plain_names(expected)
@@ -288,7 +291,8 @@ def test_a_hook_of_the_user_is_named_as_before_and_those_of_fsdp_never_are(mesh)
 
 
 def test_sharding_later_is_no_change_of_the_model(mesh):
-    model, batch = built("llama"), batch_of("llama")
+    model = built("llama")
+    batch = batch_of("llama")
     views = [weight.view for weight in wp.find_roles(model, batch).weights()]
     parts = LiveParts(model, dict(model.named_modules()))
     watch = CallWatch(model, views)
@@ -338,7 +342,8 @@ def test_by_name_with_the_reason(cut, mesh):
 @pytest.mark.filterwarnings("ignore")
 def test_by_name_inside_a_mode_that_follows_calls(mesh):
     """A sharded layer that it hooks is no layer that computes something else."""
-    model, batch = by_layer(built("llama"), mesh=mesh), batch_of("llama")
+    model = by_layer(built("llama"), mesh=mesh)
+    batch = batch_of("llama")
     with CommDebugMode() as mode:
         with torch.no_grad():
             output_of(model, batch)
@@ -349,7 +354,8 @@ def test_by_name_inside_a_mode_that_follows_calls(mesh):
 
 
 def test_by_name_if_whole_weights_are_too_large(mesh, monkeypatch):
-    model, batch = built("llama"), batch_of("llama")
+    model = built("llama")
+    batch = batch_of("llama")
     expected = wp.find_roles(model, batch)
     size = sum(parameter.nbytes for parameter in model.parameters())
     by_layer(model, mesh=mesh)
@@ -362,8 +368,10 @@ def test_by_name_if_whole_weights_are_too_large(mesh, monkeypatch):
 
 
 def test_an_end_at_any_operation_restores_everything(mesh):
-    model, batch = by_layer(built("llama"), mesh=mesh), batch_of("llama")
-    expected, before = wp.find_roles(model, batch), state_of(model)
+    model = by_layer(built("llama"), mesh=mesh)
+    batch = batch_of("llama")
+    expected = wp.find_roles(model, batch)
+    before = state_of(model)
     count = operations(lambda: wp.find_roles(model, batch))
     for number in spread(count, 24):
         with pytest.raises((RuntimeError, ConfigError)):
@@ -374,8 +382,10 @@ def test_an_end_at_any_operation_restores_everything(mesh):
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_line_restores_everything(mesh):
-    model, batch = by_layer(built("llama"), mesh=mesh), batch_of("llama")
-    expected, before = wp.find_roles(model, batch), state_of(model)
+    model = by_layer(built("llama"), mesh=mesh)
+    batch = batch_of("llama")
+    expected = wp.find_roles(model, batch)
+    before = state_of(model)
     places = traced(lambda: wp.find_roles(model, batch))
     inside = [n for n, (file, _) in enumerate(places, 1) if file.endswith("_stand_ins.py")]
     everywhere = chosen(places, 60)

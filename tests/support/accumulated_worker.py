@@ -14,7 +14,8 @@ import transformers as hf
 
 import wellposed as wp
 
-WORLD, ACCUMULATED = 2, 2
+WORLD = 2
+ACCUMULATED = 2
 KEY = "bert.encoder.layer.0.attention.self.key.weight"
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,

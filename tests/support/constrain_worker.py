@@ -75,14 +75,16 @@ def shard(plain, way):
 
 def train(kind, rank):
     torch.manual_seed(0)
-    way, world = kind.split()[0], dist.get_world_size()
+    way = kind.split()[0]
+    world = dist.get_world_size()
     width = 8 if "wide8" in kind else WIDTHS[world]
     plain = Mixed(width)
     plain.to(torch.bfloat16 if "bf16" in kind else torch.float32)
     x, y = problem(width, rows=16)
     model, parts = (plain, 1) if way == "single" else shard(plain, way)
     part = rank * parts // world
-    x, y = x.chunk(parts)[part], y.chunk(parts)[part]
+    x = x.chunk(parts)[part]
+    y = y.chunk(parts)[part]
     name = next((name for name in OPTIMIZERS if name in kind), "adamw")
     optimizer = OPTIMIZERS[name](model.parameters(), 0.1 if "decay" in kind else 0.0)
     if "spectral" in kind:
@@ -91,7 +93,9 @@ def train(kind, rank):
         handle = constrain_(model, optimizer, where=NAMES, to="columns", bound=0.8)
     else:
         handle = constrain_(model, optimizer, where=NAMES)
-    losses, errors, collectives = [], {}, {}
+    losses = []
+    errors = {}
+    collectives = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x.to(plain.head.weight.dtype)).float(), y)

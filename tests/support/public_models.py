@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-WIDTH, HIDDEN, VOCABULARY, HEADS, GROUPS = 16, 24, 30, 4, 2
+WIDTH = 16
+HIDDEN = 24
+VOCABULARY = 30
+HEADS = 4
+GROUPS = 2
 TOKENS = torch.arange(12).reshape(2, 6)
 
 
@@ -100,7 +104,8 @@ class TimmAttention(nn.Module):
         self.num_heads = HEADS
         self.head_dim = WIDTH // HEADS
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
         self.proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
@@ -225,7 +230,8 @@ class StrangeFeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, attention, network):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
         self.attn = attention()
         self.mlp = network()
 

@@ -82,7 +82,8 @@ def _ball_block(width, residual, **options):
     block = ours.Block(_config(width, norm="none"))
     block.attention = ours.BallAttention(width, 2, **options)
     block.feedforward = ours.MaxMinFeedForward(width, 2 * width)
-    block.attention_residual, block.feedforward_residual = residual(), residual()
+    block.attention_residual = residual()
+    block.feedforward_residual = residual()
     return block
 
 

@@ -43,7 +43,8 @@ def slow_stack(stack, x):
         sigma = stack.spectrum.weight.tanh()
     for layer in stack.layers:
         r = torch.tanh(layer.residual.weight) / len(stack.layers)
-        ways, logits = [], []
+        ways = []
+        logits = []
         for expert in layer.attention.experts:
             f = F.elu(x @ expert.left.weight.T @ torch.diag(sigma) @ expert.right.weight.T)
             ways.append(x + r * f)

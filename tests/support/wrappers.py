@@ -12,7 +12,8 @@ LAYERS = {
     "output": "attention.o_proj", "feedforward_in": "mlp.up_proj", "feedforward_out": "mlp.down_proj",
 }  # fmt: skip
 NAMES = [path.rpartition(".")[2] for path in LAYERS.values()]
-WIDTH, INNER = 16, 24
+WIDTH = 16
+INNER = 24
 
 
 class Attention(nn.Module):
@@ -37,7 +38,8 @@ class Network(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.up_proj = nn.Linear(WIDTH, INNER)
+        self.down_proj = nn.Linear(INNER, WIDTH)
 
     def forward(self, x):
         return self.down_proj(torch.relu(self.up_proj(x)))
@@ -48,7 +50,8 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention, self.mlp = Attention(), Network()
+        self.attention = Attention()
+        self.mlp = Network()
 
     def forward(self, x):
         x = x + self.attention(x)

@@ -49,7 +49,8 @@ class TimmAttention(nn.Module):
     def __init__(self):
         super().__init__()
         self.num_heads = HEADS
-        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.qkv = nn.Linear(D, 3 * D)
+        self.proj = nn.Linear(D, D)
 
     def forward(self, x):
         batch, tokens, _ = x.shape
@@ -61,7 +62,8 @@ class TimmAttention(nn.Module):
 class TimmMlp(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(D, F), nn.Linear(F, D)
+        self.fc1 = nn.Linear(D, F)
+        self.fc2 = nn.Linear(F, D)
 
     def forward(self, x):
         return self.fc2(nn.functional.gelu(self.fc1(x)))
@@ -70,8 +72,10 @@ class TimmMlp(nn.Module):
 class TimmBlock(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(D), TimmAttention()
-        self.norm2, self.mlp = nn.LayerNorm(D), TimmMlp()
+        self.norm1 = nn.LayerNorm(D)
+        self.attn = TimmAttention()
+        self.norm2 = nn.LayerNorm(D)
+        self.mlp = TimmMlp()
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))

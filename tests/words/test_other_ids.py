@@ -68,7 +68,8 @@ def padded(rows, pad, multiple, side="right"):
     """A batch of rows, padded to a multiple of the length of a word, so that its length fits."""
     longest = max(map(len, rows))
     length = -(-longest // multiple) * multiple
-    ids, mask = torch.full((len(rows), length), pad), torch.zeros(len(rows), length).long()
+    ids = torch.full((len(rows), length), pad)
+    mask = torch.zeros(len(rows), length).long()
     for place, row in enumerate(rows):
         part = slice(len(row)) if side == "right" else slice(length - len(row), length)
         ids[place, part] = torch.tensor(row)
@@ -150,7 +151,8 @@ def test_encoded_ids_are_read_however_they_are_padded(kind):
         for side in ("right", "left"):
             tokenizer.padding_side = side
             batch = DataCollatorWithPadding(tokenizer)([{"input_ids": row} for row in rows])
-            ids, width = batch["input_ids"], windows.config.word_tokens + 1
+            ids = batch["input_ids"]
+            width = windows.config.word_tokens + 1
             words = (ids.unflatten(1, (-1, width)) != pad).any(-1).repeat_interleave(width, 1)
             masks = [batch["attention_mask"], (ids != pad).long(), words.long(), words, None]
             for mask in masks:

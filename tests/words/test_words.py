@@ -110,7 +110,8 @@ def assert_unchanged(certificate, texts, answer):
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(options):
     certificate = certificate_of(**options)
-    exact, some = certificate.reader.exact, 0
+    exact = certificate.reader.exact
+    some = 0
     assert exact == (options["blocks"] == 0)
     texts = clear(certificate, 12, 6)
     for text, result in zip(texts, certificate.hold([batch_of(texts)], 4), strict=True):
@@ -121,7 +122,8 @@ def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(o
         if exact and k < 2:
             answers = logits(certificate, replaced(text, k + 1)).argmax(-1)
             assert (answers != result.predicted).any()
-            ids, vectors = torch.tensor(text), certificate.reader.vectors
+            ids = torch.tensor(text)
+            vectors = certificate.reader.vectors
             swaps = WordSwaps(certificate.model, vectors, ids, result.predicted)
             attack = WordAttack(certificate.model, swaps)
             needed, turned = attack.fewest_edits(ids, result.predicted, 4)
@@ -279,7 +281,8 @@ def test_the_loss_reads_what_k_words_can_reach(blocks, words):
     reader = WordCertificate(model, tokenizer_of(), max_length=4).reader
     for row, (text, label) in enumerate(zip(texts, batch["labels"].tolist(), strict=True)):
         gains = reader.gains(label, torch.tensor(text)).sort(0, descending=True).values
-        count, part = int(min(words, len(text))), words - math.floor(words)
+        count = int(min(words, len(text)))
+        part = words - math.floor(words)
         moved = gains[:count].sum(0) + (part * gains[count] if count < len(text) else 0.0)
         moved[label] = 0.0
         expected = (clean[row] + moved / len(text)).detach()

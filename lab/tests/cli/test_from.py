@@ -83,7 +83,8 @@ def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says
     """Each label of the data has the logit that the checkpoint gave the label of its name."""
     from wellposed_lab.training.start import start_model
 
-    names, folder = saved.split(), tmp_path / "classifier"
+    names = saved.split()
+    folder = tmp_path / "classifier"
     labels = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
     kind = transformers.BertForSequenceClassification
     before = kind.from_pretrained(files / "bert", num_labels=2, **labels).eval()
@@ -119,7 +120,8 @@ def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypa
 
 
 def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(files, tmp_path, cli):
-    run, lines = tmp_path / "run", tmp_path / "lines.txt"
+    run = tmp_path / "run"
+    lines = tmp_path / "lines.txt"
     succeed(start(files, run, "--steps 2"))
     beginning = f"good {' '.join(f'w{n}' for n in range(13))}"  # with both ends, 16 tokens
     lines.write_text(f"{beginning}\n{beginning} bad bad bad\nw1\n")

@@ -38,7 +38,9 @@ def gpt2_folder(folder):
 
 
 def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
-    source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
+    source = gpt2_folder(tmp_path / "gpt2")
+    run = tmp_path / "run"
+    text = tmp_path / "text.txt"
     text.write_text("\n".join(LINES * 30), encoding="utf-8")
     words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
     succeed(words, "--epochs 12 --batch-size 8 --learning-rate 1e-2 --out", [run], "--quiet")
@@ -56,7 +58,9 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Phi3"])
 def test_a_gated_decoder_goes_on_learning_a_text_and_continues_one(family, tmp_path, cli):
-    source, run, text = tmp_path / "model", tmp_path / "run", tmp_path / "text.txt"
+    source = tmp_path / "model"
+    run = tmp_path / "run"
+    text = tmp_path / "text.txt"
     tokenizer = byte_level_bpe(LINES)
     tokenizer.save_pretrained(source)
     sizes = dict(
@@ -87,8 +91,10 @@ def pair_table(path):
     draw = random.Random(0)
     rows = ["sentence1\tsentence2\tis_duplicate"]
     for _ in range(120):
-        first, second = draw.choice(WORDS[:2]), draw.choice(WORDS[:2])
-        ends, same = (draw.choice(WORDS), draw.choice(WORDS)), ["no", "yes"][first == second]
+        first = draw.choice(WORDS[:2])
+        second = draw.choice(WORDS[:2])
+        ends = (draw.choice(WORDS), draw.choice(WORDS))
+        same = ["no", "yes"][first == second]
         rows.append(f"{first} {ends[0]}\t{second} {ends[1]}\t{same}")
     path.write_text("\n".join(rows) + "\n")
     return path
@@ -103,7 +109,8 @@ def encoder_folder(folder):
 
 
 def test_two_columns_are_no_pair(tmp_path, cli):
-    source, table = encoder_folder(tmp_path / "bert"), pair_table(tmp_path / "pairs.tsv")
+    source = encoder_folder(tmp_path / "bert")
+    table = pair_table(tmp_path / "pairs.tsv")
     words = typed("train text_classification --max-length 12 --from", [source], "--data", [table])
     words += typed("--text-column sentence1,sentence2 --label-column is_duplicate")
     assert "join the two columns" in cli(words, status=2).err
@@ -114,7 +121,8 @@ def seq2seq_folder(folder, family):
     marks = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
     single = "$A </s>"
     if family == "bart":
-        marks, single = {**marks, "bos_token": "<s>"}, "<s> $A </s>"
+        marks = {**marks, "bos_token": "<s>"}
+        single = "<s> $A </s>"
     tokenizer = word_level(WORDS, single, **marks)
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "d_model": 32, "pad_token_id": 0, "eos_token_id": 2}
@@ -148,7 +156,8 @@ def pairs_table(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "bart", "marian"])
 def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(tmp_path, family, cli):
-    source, run = seq2seq_folder(tmp_path / family, family), tmp_path / "run"
+    source = seq2seq_folder(tmp_path / family, family)
+    run = tmp_path / "run"
     words = typed("train translation --from", [source], "--data", [pairs_table(tmp_path / "p.tsv")])
     options = "--src de --tgt en --max-tokens 16 --epochs 15 --batch-size 12 --learning-rate 1e-2"
     succeed(words, options, "--generate-beams 1 --eval-every 1000 --quiet --out", [run])
@@ -220,7 +229,8 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_variant_is_in_the_report_or_is_refused_by_one_line(route, files, tmp_path, cli):
     words, refused, read = (part.strip() for part in route.replace("FILES", str(files)).split("|"))
-    first, out = "plain" if "--from" in words else "post_ln", tmp_path / "runs"
+    first = "plain" if "--from" in words else "post_ln"
+    out = tmp_path / "runs"
     words = typed("compare", words, "--steps 2 --batch-size 4 --eval-batches 1 --seeds 1 --quiet")
     for name in refused.split():
         error = cli(words, "--variants", [f"{first},{name}"], "--out", [out], status=2).err

@@ -68,7 +68,8 @@ def test_each_kind_of_head_is_read_as_it_is_or_refused(head, tmp_path, cli):
     make_table(table)
     succeed(["predict", str(folder), "--input", str(lines), "--output", str(out)])
     for line, row in zip(out.read_text().split("\n"), rows, strict=False):
-        parts, wanted = list(filter(None, line.split("\t"))), expected(row, kind)
+        parts = list(filter(None, line.split("\t")))
+        wanted = expected(row, kind)
         names = [part for part in parts if part.startswith("LABEL")]
         assert names == [value for value in wanted if isinstance(value, str)]
         numbers = [float(part) for part in parts if part not in names]

@@ -89,7 +89,8 @@ def test_bad_input_is_refused_before_training():
     for strength in ("1e-2", None, [1.0]):
         with pytest.raises(ConfigError, match="OrthogonalityPenalty: strengths"):
             OrthogonalityPenalty(model, key=strength)
-    linear, layer = nn.Sequential(nn.Linear(4, 4)), nn.TransformerEncoderLayer(8, 2, 12)
+    linear = nn.Sequential(nn.Linear(4, 4))
+    layer = nn.TransformerEncoderLayer(8, 2, 12)
     nothing = {"query": "*.nothing_like_it.weight"}
     roles = {
         "attention": attach(linear, key=1.0, form="paper"),

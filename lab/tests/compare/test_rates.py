@@ -29,7 +29,8 @@ RATES = [3e-2, 1e-3, 1e-2]
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    out, lines = tmp_path_factory.mktemp("tuned") / "out", []
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    lines = []
     settings = {"progress": False, "announce": lines.append, "learning_rates": RATES}
     return compare(BASE, VARIANTS, seeds=2, out=out, **settings), out, lines
 

@@ -30,7 +30,8 @@ TABLE = {
 def test_factors_of_the_table(layers):
     encoder, decoder = TABLE[layers]
     # the table has five digits; roots of roots are the exact values by another route
-    factors, root = (t_fixup_encoder_factor(layers), t_fixup_decoder_factor(layers)), layers**0.5
+    factors = (t_fixup_encoder_factor(layers), t_fixup_decoder_factor(layers))
+    root = layers**0.5
     assert factors == pytest.approx((encoder, decoder), abs=5.1e-6)
     assert factors == pytest.approx((0.67 / root**0.5, 1 / math.sqrt(3 * root)), abs=1e-15)
 

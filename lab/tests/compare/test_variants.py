@@ -45,12 +45,14 @@ def test_the_printed_form_leaves_the_feedforward_norms_unsquared():
         options = replace(apply_variant(f"{name}:0.5", BASE).penalty, affinity=0.0)
         penalty = build_penalty(options, encoder)
         penalties[name] = float(penalty().detach())
-    squared, plain = 0.0, 0.0
+    squared = 0.0
+    plain = 0.0
     for name, parameter in encoder.named_parameters():
         if ".linear" in name and parameter.ndim == 2:
             weight = parameter.detach().double()
             distance = float((weight.mT @ weight - torch.eye(weight.shape[1])).square().sum())
-            squared, plain = squared + 0.5 * distance, plain + 0.5 * math.sqrt(distance)
+            squared = squared + 0.5 * distance
+            plain = plain + 0.5 * math.sqrt(distance)
     assert penalties["oc3"] - penalties["oc3_printed"] == pytest.approx(squared - plain, rel=1e-4)
 
 

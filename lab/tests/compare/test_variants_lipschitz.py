@@ -61,7 +61,8 @@ def test_every_kind_of_model_keeps_its_budget_after_training(kind, budget):
 @pytest.mark.parametrize(("budget", "norm"), [(1.0, "tok"), (3.0, 2), (3.0, "inf")])
 def test_no_attack_beats_a_model_of_pairs(budget, norm):
     model, _ = model_of(f"lipschitz:{budget}", "sequence_pair_classification", num_hidden_layers=1)
-    is_padded, real = norm != 2, torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    is_padded = norm != 2
+    real = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     masks = {"attention_mask": real[:1], "attention_mask_pair": real[1:]}
     lower = wp.lipschitz_lower_bound(
         model, (8, 16), norm=norm, restarts=2, steps=12, scales=(1e-3, 1e3),

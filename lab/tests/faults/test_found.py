@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -185,7 +185,10 @@ def test_a_tokenizer_without_padding_is_an_error_of_ours():
     from wellposed_lab.cli.prediction.labels import label_lines
 
     class Bare:
-        name_or_path, pad_token, model_max_length, init_kwargs = "here", None, 9, {}
+        name_or_path = "here"
+        pad_token = None
+        model_max_length = 9
+        init_kwargs = MappingProxyType({})
 
         def __call__(self, *sides, **_):
             return {"input_ids": [[1, 2] for _ in sides[0]]}
@@ -259,7 +262,8 @@ def test_a_run_does_not_choose_what_is_downloaded(tmp_path, monkeypatch, capsys)
 
 
 def test_a_prediction_keeps_its_input(run, tmp_path, capsys):
-    lines, other = tmp_path / "lines.txt", tmp_path / "same.txt"
+    lines = tmp_path / "lines.txt"
+    other = tmp_path / "same.txt"
     lines.write_text("one\n")
     other.symlink_to(lines)
     words = ["predict", str(run), "--input", str(lines), "--output", str(other)]

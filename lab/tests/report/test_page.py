@@ -219,7 +219,8 @@ def test_models_without_known_roles_have_no_figures_of_weights(compare, tmp_path
 def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_file(
     make_run, tmp_path
 ):
-    run, noise = make_run(tmp_path / "run"), np.random.default_rng(0).random(20_000)
+    run = make_run(tmp_path / "run")
+    noise = np.random.default_rng(0).random(20_000)
     rows = [
         {"step": k, "split": "train", "loss": 1 / (k + 1) + extra} for k, extra in enumerate(noise)
     ]
@@ -230,7 +231,8 @@ def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_fi
     assert len(Page(text).csv("1-listops-curves")) == 20_000
 
 
-LAYERS, EXPERTS = 24, 14
+LAYERS = 24
+EXPERTS = 14
 
 
 @pytest.fixture(scope="module")

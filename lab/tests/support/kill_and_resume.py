@@ -21,7 +21,8 @@ from wellposed_lab.cli.main import main
 
 def killed_at_rename(words, number, is_after):
     """Run a command and die just before or after the rename with this number, counted from 0."""
-    rename, count = Path.replace, itertools.count()
+    rename = Path.replace
+    count = itertools.count()
 
     def replace(path, target):
         here = next(count) == number
@@ -39,10 +40,12 @@ def killed_at_rename(words, number, is_after):
 def outcomes(folder):
     """Kill a run that ends, before and after each rename; every start has the last ones alone to
     do."""
-    toys, log = write_data(folder), folder / "log"
+    toys = write_data(folder)
+    log = folder / "log"
     uninterrupted = folder / "whole" / "run"
     toys.make(toys.train(uninterrupted))
-    expected, results = leaves(uninterrupted), []
+    expected = leaves(uninterrupted)
+    results = []
     for name in ("result.json", "manifest.json"):
         (uninterrupted / name).unlink()
     for moment in itertools.count():

@@ -148,7 +148,9 @@ if __name__ == "__main__":
     # stub.py OUT STEPS DELAY [DROPOUT RESUME]: train slowly, with time for a signal; or be one of
     # several.
     torch.set_num_threads(1)
-    out, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    out = Path(sys.argv[1])
+    steps = int(sys.argv[2])
+    delay = float(sys.argv[3])
     dropout, resume = (float(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 4 else (0.1, "auto")
     every = {"log_every": 1, "eval_every": 5, "checkpoint_every": 3}
     config = make_config(steps=steps, dropout=dropout, **every)

@@ -105,7 +105,8 @@ def test_folders_are_read_as_imagefolder_reads_them(tmp_path):
 
 
 def test_images_of_many_kinds_are_converted(tmp_path):
-    red, gray = np.zeros((4, 5, 3), np.uint8), np.full((4, 5), 51, np.uint8)
+    red = np.zeros((4, 5, 3), np.uint8)
+    gray = np.full((4, 5), 51, np.uint8)
     red[..., 0] = 200
     colour = Image.fromarray(red)
     palette = colour.quantize(4)
@@ -194,7 +195,8 @@ def test_images_of_the_hub_are_those_of_a_folder(tmp_path, monkeypatch):
     hub_splits = {"train": datasets.Dataset.from_dict(columns, features=features)}
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: hub_splits)
     config = f"config:{image_config(tmp_path / 'vit')}"
-    hub, folder = build("hf:pets", processor=config), build(root, processor=config)
+    hub = build("hf:pets", processor=config)
+    folder = build(root, processor=config)
     assert hub.labels == folder.labels
     for split in SPLITS:
         assert torch.equal(pixels(hub, split), pixels(folder, split))

@@ -50,7 +50,8 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(folder, tokenizer, piece,
 def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder):
     task = build(folder)
     size = task.model_kwargs()["vocab_size"]
-    table, blocks = torch.randn(size, size, dtype=torch.float64), task.dataset("valid")
+    table = torch.randn(size, size, dtype=torch.float64)
+    blocks = task.dataset("valid")
     rows = [torch.tensor(block["input_ids"]) for block in blocks]
     tokens = sum(len(row) - 1 for row in rows)
     nats = -sum(
@@ -177,7 +178,8 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
     classes = task.model_kwargs()["vocab_size"]
     logits = torch.randn(*together["input_ids"].shape, classes, dtype=torch.float64)
     padded = task.metric_sums(logits, together)["nats_per_char"]
-    nats, count = 0.0, 0
+    nats = 0.0
+    count = 0
     for row, index in zip(logits, members, strict=True):
         ids = valid[index]["input_ids"]
         nats -= sum(float(row[t].log_softmax(-1)[ids[t + 1]]) for t in range(len(ids) - 1))
@@ -283,7 +285,8 @@ def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder_wo
     ("limit", "noun", "build"), [(9, "word", build_words), (100, "char", build_chars)]
 )
 def test_a_limit_cuts_train_alone(folder_words, limit, noun, build):
-    full, task = build(folder_words), build(folder_words, **{f"limit_{noun}s": limit})
+    full = build(folder_words)
+    task = build(folder_words, **{f"limit_{noun}s": limit})
     all_tokens = full.dataset("train").tokens
     read = np.array(full.tokenizer.convert_ids_to_tokens(all_tokens.tolist()))[:limit]
     limited = task.dataset("train").tokens.tolist()

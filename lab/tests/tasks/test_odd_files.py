@@ -27,7 +27,8 @@ def table(names, texts=TEXTS, labels=LABELS, *, mark=",", first=""):
 
 OBJECTS = [{"tweet": t, "stance": s} for t, s in zip(TEXTS, LABELS, strict=True)]
 SPAM = table(["text", "label"])
-NAMED, NONE = ("header, label 'label'",), ("no header, label in column 0",)
+NAMED = ("header, label 'label'",)
+NONE = ("no header, label in column 0",)
 ASKS = "looks like a header, .*; give label_column=NAME text_column=NAME, or give header='no'"
 FILES = {
     "usual names": ("a.csv", SPAM, NAMED),

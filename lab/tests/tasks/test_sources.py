@@ -47,7 +47,8 @@ def test_gzip_equals_plain_whatever_the_name(tmp_path):
     assert (file.text, file.described["byte_order_mark_removed"]) == ("text", True)
 
 
-CUT, LATIN1 = gzip.compress(bytes(range(256)) * 50), b"one\ntwo\ncaf\xe9 x\n"
+CUT = gzip.compress(bytes(range(256)) * 50)
+LATIN1 = b"one\ntwo\ncaf\xe9 x\n"
 
 
 @pytest.mark.parametrize(

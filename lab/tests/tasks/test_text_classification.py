@@ -221,7 +221,8 @@ COMMON_LAYOUTS = {
 
 @pytest.mark.parametrize("header", COMMON_LAYOUTS)
 def test_common_layouts_run_without_options(tmp_path, header, caplog):
-    names, path = header.split(","), tmp_path / "mine.csv"
+    names = header.split(",")
+    path = tmp_path / "mine.csv"
     label, text = COMMON_LAYOUTS[header]
     rows = [{name: f"{name} {i}, really" for name in names} for i in range(60)]
     rows = [{**row, label: f"c{i % 3}"} for i, row in enumerate(rows)]
@@ -296,7 +297,8 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
 def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path):
     from wellposed_lab.tasks.text.tokenizers import CharacterEncoder
 
-    folder, generator = tmp_path / "tokenizer", random.Random(0)
+    folder = tmp_path / "tokenizer"
+    generator = random.Random(0)
     CharacterEncoder("abc ").tokenizer(max_length=9).save_pretrained(folder)
     rows = [(str(i % 2), "".join(generator.choices("abc ", k=5)) + "a") for i in range(40)]
     (tmp_path / "x.tsv").write_text(as_tsv(rows))

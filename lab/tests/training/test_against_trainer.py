@@ -35,7 +35,9 @@ class OurBatches(Trainer):
     """A Trainer that is given our micro-batches."""
 
     def __init__(self, task, options, penalty, **keywords):
-        self.task, self.options, self.penalty = task, options, penalty
+        self.task = task
+        self.options = options
+        self.penalty = penalty
         super().__init__(train_dataset=[0], compute_loss_func=self.mean_loss, **keywords)
 
     def get_train_dataloader(self):
@@ -63,7 +65,8 @@ def test_the_trainer_ends_at_the_same_weights(name, tmp_path):
     task = build_task(config.task, config.task_options)
     torch.manual_seed(0)
     first = build.build_run_model(config, task)
-    ours, theirs = copy.deepcopy(first), copy.deepcopy(first)
+    ours = copy.deepcopy(first)
+    theirs = copy.deepcopy(first)
     done = train(config, tmp_path / "run", task=task, model=lambda *_: ours, progress=False)
     assert done.status == "success"
 

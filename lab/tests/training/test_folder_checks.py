@@ -121,7 +121,8 @@ def test_a_tokenizer_that_panics_is_refused(folder):
 def test_what_loads_loads_as_before(folder, tmp_path):
     """Links into the hub's cache, a weight file that is a link, pickles beside safetensors."""
     original = load_saved_model(folder)
-    cached, blobs = tmp_path / "hub" / "snapshots" / "0", tmp_path / "hub" / "blobs"
+    cached = tmp_path / "hub" / "snapshots" / "0"
+    blobs = tmp_path / "hub" / "blobs"
     cached.mkdir(parents=True)
     blobs.mkdir()
     for number, path in enumerate(sorted(folder.iterdir())):

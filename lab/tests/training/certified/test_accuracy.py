@@ -141,7 +141,8 @@ def test_bad_arguments_and_data_are_refused(asked, labels, tokens, error, says):
 
 def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was():
     model = make_model("l2_contractive")
-    batches, certificate = make_batches(model), certify(model, seq_len=10)
+    batches = make_batches(model)
+    certificate = certify(model, seq_len=10)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.9
@@ -155,7 +156,8 @@ def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was():
 
 def test_radii_in_tokens_are_multiples_of_the_median_token_norm():
     model = make_model("l2_contractive")
-    batches, certificate = make_batches(model), certify(model, seq_len=10)
+    batches = make_batches(model)
+    certificate = certify(model, seq_len=10)
     shares = [0.0, 0.01, 0.1]
     settings = {"in_tokens": True, "attack_steps": 3}
     curve = certified_accuracy(model, batches, certificate, radii=shares, **settings)
@@ -167,7 +169,8 @@ def test_radii_in_tokens_are_multiples_of_the_median_token_norm():
     assert again == curve
 
 
-TOKENS, WORDS = 7, 6
+TOKENS = 7
+WORDS = 6
 
 
 def language_model(seed, heads):
@@ -190,7 +193,8 @@ def texts():
 def right_and_radii(model, batch):
     """One by one: whether the token after position i is predicted, and its certified radius."""
     certificate = certify(model, seq_len=TOKENS)
-    right, radii = [], []
+    right = []
+    radii = []
     with torch.no_grad():
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
             logits = model(input_ids=ids[None], attention_mask=mask[None]).logits[0]
@@ -202,7 +206,8 @@ def right_and_radii(model, batch):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_shares_are_those_of_the_predictions_one_by_one(heads):
-    model, batch = language_model(0, heads), texts()
+    model = language_model(0, heads)
+    batch = texts()
     right, radii = right_and_radii(model, batch)
     sizes = [0.0, 1e-3, 0.02, 0.1, 1.0]
     certificate = certify(model, seq_len=TOKENS)

@@ -63,7 +63,8 @@ def test_every_run_of_a_comparison_holds_its_curve(compared):
     runs = list(compared.glob("*/seed-*"))
     assert len(runs) == 4
     for values in map(curve_of, runs):
-        certified, attacked = values["certified"], values["attacked"]
+        certified = values["certified"]
+        attacked = values["attacked"]
         assert values["shares"] == list(TOKEN_SHARES)
         assert all(sure <= broken for sure, broken in zip(certified, attacked, strict=True))
         assert certified == sorted(certified, reverse=True)
@@ -187,7 +188,8 @@ def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit()
     is right."""
     config = WellposedConfig(vocab_size=9, num_hidden_layers=0, num_labels=3, **SMALL)
     model = WellposedForSequenceClassification(config).double().eval()
-    pooled, radius = torch.randn(5, 4, dtype=torch.float64), 0.3
+    pooled = torch.randn(5, 4, dtype=torch.float64)
+    radius = 0.3
     labels = torch.tensor([0, 2, 1, 1, 0])
     weight = model.classifier.weight
     logits = certified_logits(model.classifier(pooled), labels, model, radius)

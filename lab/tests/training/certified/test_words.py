@@ -148,7 +148,8 @@ def checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys):
-    bert, run = str(checkpoint / "bert"), str(checkpoint / "run")
+    bert = str(checkpoint / "bert")
+    run = str(checkpoint / "run")
     data = ["--data", str(checkpoint / "train.tsv"), "--from", bert, "--tokenizer", f"hf:{bert}"]
     steps = "--steps 60 --eval-every 60 --checkpoint-every 60"
     small = f"{steps} --batch-size 8 --quiet".split()
@@ -199,7 +200,8 @@ def test_a_frozen_body_is_read_from_a_file_and_what_was_drawn_is_told(checkpoint
 
 @pytest.mark.slow
 def test_a_frozen_checkpoint_is_read_once_a_window_and_stays_as_it_was(checkpoint, capsys):
-    bert, run = str(checkpoint / "bert"), checkpoint / "run"
+    bert = str(checkpoint / "bert")
+    run = checkpoint / "run"
     task = ["text_classification", "--data", str(checkpoint / "train.tsv"), "--from", bert]
     steps = "--steps 40 --eval-every 40 --checkpoint-every 40 --batch-size 8 --learning-rate 0.01"
     frozen = f"{steps} --frozen --margin-loss words:1 --quiet --max-length 16".split()
@@ -214,7 +216,8 @@ def test_a_frozen_checkpoint_is_read_once_a_window_and_stays_as_it_was(checkpoin
     for name, weight in before.base_model.state_dict().items():
         assert torch.equal(weight, model.model.base_model.state_dict()[name]), name
     ids = torch.tensor([[-2, 5, -2, 7, -2, 5, -2, 8]])
-    read, encoder = [], model.train().model.base_model
+    read = []
+    encoder = model.train().model.base_model
     encoder.register_forward_hook(lambda *a: read.append(len(a[2].last_hidden_state)))
     alone = encoder(torch.tensor([[2, 7, 3]])).last_hidden_state.mean(1)
     vector = encoder.get_input_embeddings()(torch.tensor([7]))

@@ -42,7 +42,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, to):
 @pytest.mark.slow
 def test_dt_fixup_reads_the_longest_token_and_a_resumed_run_is_not_scaled_twice(tmp_path):
     options = {"steps": 2, "batch_size": 8, "checkpoint_every": 1, "keep_checkpoints": 2}
-    texts, run, again = {"limit_chars": 9000, "seq_len": 32}, tmp_path / "run", tmp_path / "again"
+    texts = {"limit_chars": 9000, "seq_len": 32}
+    run = tmp_path / "run"
+    again = tmp_path / "again"
     base = replace(stub.make_config(**options), task="char_lm", task_options=texts)
     config = apply_variant("dt_fixup:3", base)
     first = train(config, run, progress=False).result["train_info"]["dt_fixup"]
@@ -133,7 +135,8 @@ def test_held_weights_stay_in_their_set_and_a_longer_run_is_the_same(tmp_path):
     short = replace(config, train=replace(config.train, steps=3))
     train(short, tmp_path / "resumed", progress=False)
     train(config, tmp_path / "resumed", progress=False, resume="auto", longer=True)
-    straight, resumed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "resumed")
+    straight = weights_of(tmp_path / "whole")
+    resumed = weights_of(tmp_path / "resumed")
     assert same(straight, resumed)
     clipped = [weight for name, weight in straight.items() if name.endswith("_proj.weight")]
     assert clipped

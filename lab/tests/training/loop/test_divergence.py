@@ -16,7 +16,8 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.q_proj, self.o_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.q_proj = nn.Linear(4, 4)
+        self.o_proj = nn.Linear(4, 4)
         self.divide_by = 1.0
 
     def forward(self, x, mask):
@@ -73,14 +74,16 @@ CASES = [
 
 @pytest.mark.parametrize(("spoil", "layer"), CASES)
 def test_the_first_place_that_is_not_finite_is_blamed(spoil, layer):
-    tower, x = Tower(), torch.randn(2, 5, 4, requires_grad=True)
+    tower = Tower()
+    x = torch.randn(2, 5, 4, requires_grad=True)
     with torch.no_grad():
         spoil(tower, x)
     assert blame(tower, x)[0] == layer
 
 
 def test_a_term_of_the_loss():
-    tower, x = Tower(), torch.randn(2, 5, 4)
+    tower = Tower()
+    x = torch.randn(2, 5, 4)
     term = tower.embed.weight.sum() * float("inf")
     assert blame(tower, x, **{"(the penalty)": term})[0] == "(the penalty)"
 

@@ -81,7 +81,8 @@ def test_the_best_weights_on_valid_are_kept_and_tested(out):
     assert folders == sorted([f"checkpoint-{best}", "checkpoint-24"])
     assert same(final(out), load_file(out / f"checkpoint-{best}" / "model.safetensors"))
     # The test loss is that of the saved weights, by the slow route.
-    model, task = stub.StubModel(), stub.StubTask()
+    model = stub.StubModel()
+    task = stub.StubTask()
     model.load_state_dict({**final(out), "head.weight": final(out)["embedding.weight"]})
     batch = task.collate(task.dataset("test"))
     total, count = task.loss_sum(model(batch["input_ids"], batch["attention_mask"]).logits, batch)
@@ -144,7 +145,8 @@ def test_no_usable_checkpoint_is_an_error(out, monkeypatch):
 def test_a_full_disk_ends_nothing(tmp_path, out, monkeypatch):
     config = stub.make_config(dropout=0.3)
     stub.run(config, tmp_path / "straight")
-    write, count = atomic.write_synced, 0
+    write = atomic.write_synced
+    count = 0
 
     def full(path, data):
         nonlocal count
@@ -211,10 +213,12 @@ def test_variants_of_a_seed_see_the_same_batches_and_dropout(tmp_path):
     batches_of = {}
     masks = {}
     for name, width, draws in (("a", 8, 0), ("b", 8, 1000), ("c", 16, 0)):
-        batches, zeros = batches_of.setdefault(name, []), masks.setdefault(name, [])
+        batches = batches_of.setdefault(name, [])
+        zeros = masks.setdefault(name, [])
 
         def make(*_, sizes=(width, 1, 0.5, draws), lists=(batches, zeros)):
-            model, (batches, zeros) = stub.StubModel(*sizes), lists
+            model = stub.StubModel(*sizes)
+            (batches, zeros) = lists
 
             def before(_, args, inputs):
                 batches.append(inputs["input_ids"].tolist())

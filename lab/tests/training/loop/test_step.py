@@ -52,7 +52,8 @@ def slow_gradients(model, batch):
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_accumulation_is_exact_wherever_targets_are(accelerator, count):
-    task, model = stub.StubTask(), stub.StubModel().double()
+    task = stub.StubTask()
+    model = stub.StubModel().double()
     batches = MicroBatches(task, 3, seed=0).take(count)
     assert count == 1 or len({int((b["labels"][:, 1:] != -100).sum()) for b in batches}) > 1
     expected = slow_gradients(model, concatenated(batches))
@@ -66,7 +67,8 @@ def test_accumulation_is_exact_wherever_targets_are(accelerator, count):
 
 
 def test_a_penalty_weighs_as_the_share_of_the_sequences(accelerator):
-    task, model = stub.StubTask(), stub.StubModel().double()
+    task = stub.StubTask()
+    model = stub.StubModel().double()
     batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
     values = iter([1.0, 2.0, 3.0, 4.0, 5.0])
     weight = model.blocks[0].inner.weight
@@ -89,7 +91,8 @@ def test_a_penalty_weighs_as_the_share_of_the_sequences(accelerator):
 
 
 def test_clipping_scales_the_whole_gradient(accelerator):
-    task, model = stub.StubTask(), stub.StubModel().double()
+    task = stub.StubTask()
+    model = stub.StubModel().double()
     batches = MicroBatches(task, 4, seed=0).take(2)
     free = slow_gradients(model, concatenated(batches))
     limit = 0.25 * float(free.norm())
@@ -102,7 +105,8 @@ def test_clipping_scales_the_whole_gradient(accelerator):
 
 
 def test_label_smoothing_and_precision_change_the_gradient(accelerator):
-    task, model = stub.StubTask(), stub.StubModel()
+    task = stub.StubTask()
+    model = stub.StubModel()
     batches = MicroBatches(task, 4, seed=0).take(1)
 
     def with_options(**changes):
@@ -148,7 +152,8 @@ class WithAuxiliary(nn.Module):
 
 def test_its_gradient_does_not_depend_on_how_a_batch_is_cut():
     accelerator = Accelerator(mixed_precision="no", cpu=True)
-    task, model = stub.StubTask(), WithAuxiliary(stub.StubModel()).double()
+    task = stub.StubTask()
+    model = WithAuxiliary(stub.StubModel()).double()
     batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
     options = TrainOptions(max_grad_norm=0.0)
 
