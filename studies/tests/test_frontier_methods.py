@@ -107,6 +107,23 @@ def test_every_method_trains_and_is_measured(name, kind):
         assert result["certified"] is None
 
 
+def test_the_largest_singular_value_is_that_of_the_layers():
+    started = method_runs.start(replace(TINY, layers=2), TEXT)
+    matrices = {
+        name: weight.detach().double()
+        for name, weight in started.model.named_parameters()
+        if weight.ndim == 2 and ".layers." in name
+    }
+    with torch.no_grad():
+        for name, weight in started.model.named_parameters():
+            if name.endswith("token.weight"):
+                weight.mul_(100.0)
+    assert len(matrices) == 12
+    largest = max(torch.linalg.matrix_norm(weight, 2).item() for weight in matrices.values())
+    found = method_runs.at_the_end(started.model, TEXT, TINY, "cpu")
+    assert found["sigma_max"] == pytest.approx(largest, rel=1e-4)
+
+
 def test_the_model_of_nanogpt_is_trained_alike():
     result = train(replace(TINY, model="gpt2", steps=40), TEXT)
     assert result["failed"] == ""

@@ -60,7 +60,7 @@ REFUSED = [
     (
         Mixed,
         {"to": "x"},
-        r"unknown set 'x'; expected one of columns, spectral_hammer, orthogonal, rows,",
+        r"unknown set 'x'; expected one of columns, spectral_hammer, rows, hypersphere, orthogonal,",
     ),
     *(
         (Mixed, {"to": "spectral", "bound": bound}, f"bound = {bound!r}, ")

@@ -236,7 +236,11 @@ def at_the_end(model: nn.Module, text: Text, training: Training, device: str) ->
         idle.step()
         measured = monitor.step()
     model.zero_grad()
-    sizes = [value for name, value in measured.items() if name.endswith("/sigma_max")]
+    sizes = [
+        value
+        for name, value in measured.items()
+        if name.endswith("/sigma_max") and "embedding" not in name
+    ]
     vitals = worst_vitals({n: v for n, v in measured.items() if n.startswith("vital/")})
     return {
         "sigma_max": max(sizes, default=None),
