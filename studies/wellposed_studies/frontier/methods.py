@@ -10,7 +10,6 @@ from enum import IntEnum
 from functools import partial
 from statistics import fmean
 from time import monotonic
-from typing import Any
 
 from wellposed.errors import ConvergenceError
 from wellposed_lab.charts import Panel, Row, Series
@@ -140,26 +139,12 @@ def methods(request: Request) -> Reproduction:
         _row(item, cost_columns(training_of(sizes, item.kind, item.method, item.rate), text))
         for item in tried
     ]
-    size = size_words_of(sizes, text)
-    return Reproduction(rows, _panels(tried), got, holds, reasons, criterion, size)
+    return Reproduction(rows, _panels(tried), got, holds, reasons, criterion)
 
 
 def methods_for(kind: str, names: Iterable[str]) -> list[str]:
     """Return the methods of a model; those with options of our model are for it alone."""
     return [name for name in names if kind == KINDS[0] or not METHODS[name].model]
-
-
-def size_words_of(sizes: Sizes, text: Text) -> dict[str, Any]:
-    """Return the size of the row, by `evidence.FIELDS`."""
-    return {
-        "read": f"{len(text.train):,} characters",
-        "width": sizes.width,
-        "depth": sizes.layers,
-        "steps": sizes.steps,
-        "batch": sizes.batch_size,
-        "seeds": sizes.seeds,
-        "decoding": "none",
-    }
 
 
 def _train_all(
