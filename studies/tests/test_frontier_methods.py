@@ -3,7 +3,9 @@ study of seconds that resumes."""
 
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,8 +122,8 @@ def test_the_largest_singular_value_is_that_of_the_layers():
                 weight.mul_(100.0)
     assert len(matrices) == 12
     largest = max(torch.linalg.matrix_norm(weight, 2).item() for weight in matrices.values())
-    found = method_runs.at_the_end(started.model, TEXT, TINY, "cpu")
-    assert found["sigma_max"] == pytest.approx(largest, rel=1e-4)
+    end = method_runs.at_the_end(started.model, TEXT, TINY, "cpu")
+    assert end["sigma_max"] == pytest.approx(largest, rel=1e-4)
 
 
 def test_the_model_of_nanogpt_is_trained_alike():
@@ -167,6 +169,26 @@ def test_models_that_learned_nothing_earn_no_verdict():
     (reason,) = study.unfit([blind, tried("Muon", [1.0] * 3), tried("x", [9.0] * 3)], TEXT)
     assert "not judged: AdamW not better than a constant" in reason
     assert study.unfit([tried("AdamW", [1.0] * 3)], TEXT) == ()
+
+
+def test_the_page_quotes_the_trainings_that_are_kept():
+    root = Path(__file__).parents[2]
+    store = Store(root / "benchmarks" / "reproduction" / "frontier-methods-mini.jsonl")
+    by_method = {}
+    for key, result in store.results.items():
+        training = json.loads(key)
+        if training["model"] == "ours" and training["seed"] == 0:
+            by_method.setdefault(training["method"], {})[training["rate"]] = result["valid"]
+    expected = {
+        name: (str(len(losses)), f"{min(losses, key=losses.get):g}", f"{min(losses.values()):.3f}")
+        for name, losses in by_method.items()
+        if len(losses) >= 3  # fewer are no search yet
+    }
+    page = (root / "docs" / "howto" / "choose.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert {name: tuple(numbers) for name, *numbers in rows} == expected
+    nanogpt = study.training_of(study.sizes_of(Request("mini", root)), "gpt2", "AdamW", 1e-3)
+    assert f"ends at {store.find(nanogpt)['valid']:.3f} here" in page
 
 
 def test_a_text_is_cut_at_nine_tenths(tmp_path):

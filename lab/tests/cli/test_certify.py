@@ -53,7 +53,8 @@ UNBOUNDED = {
 def test_without_a_bound_the_reason_comes_once_and_nothing_contradicts_it(name, tmp_path, cli):
     UNBOUNDED[name]().save_pretrained(tmp_path / "model")
     captured = cli("certify", [tmp_path / "model"], "--seq-len 8")
-    reason = {"ours": "dot-product attention has no global"}.get(name, "no rule for transformers")
+    reasons = {"ours": "dot-product attention has no global"}
+    reason = reasons.get(name, "models of transformers have no bound on all inputs")
     assert (captured.out + captured.err).count(reason) == 1
     assert "no module enlarges" not in captured.out
     _, _, listed = captured.out.partition("modules that enlarge a change")
