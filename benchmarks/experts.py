@@ -80,7 +80,12 @@ BENCHMARK = Benchmark(
     "penalty on experts in one tensor, by their number", "no more than the Gram matrices", 2, rows,
     goals=(
         Goal("penalty over Gram matrices of the stack*", "<= 1.0"),
-        Goal("penalty over slices, 64*", "<= 0.2"),
+        Goal(
+            "penalty over slices, 64*",
+            "<= 0.2",
+            "measured beside other programs, at a load of 14 on two cores; a Xeon at a load of 4.5"
+            " is at half of the goal",
+        ),
         Goal("an expert of*", "<= 1.2"),
     ),
 )  # fmt: skip
