@@ -130,7 +130,8 @@ def step(model):
 def same(model, again, batch):
     for weight, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(weight, other)
-    assert torch.equal(model(**batch).logits, again.eval()(**batch).logits)
+    loaded = again.eval()(**batch).logits  # weights that a file is mapped to lie elsewhere: rounding
+    torch.testing.assert_close(model(**batch).logits, loaded, rtol=0, atol=1e-7)
 
 
 constrained = bert()

@@ -38,7 +38,7 @@ def test_a_tracker_is_told_what_the_files_hold(tmp_path, records, capsys):
     result = stub.run(stub.make_config(), out, tracking=["notebook"])
     (record,) = records
     assert record.config == flat_options(read_config(out).to_dict())
-    assert record.place == ("wellposed",)
+    assert record.parts == ("wellposed",)
     rows = read_metrics(out)
     assert [values for _, values in record.rows[: len(rows)]] == [numbers(row) for row in rows]
     steps = [step for step, _ in record.rows]
