@@ -17,7 +17,7 @@ from wellposed_studies.frontier import methods as study
 from wellposed_studies.frontier.method_runs import Text, Training, rate_at, read_text, train
 from wellposed_studies.frontier.method_store import Store
 from wellposed_studies.frontier.training_methods import METHODS
-from wellposed_studies.recipe import Request
+from wellposed_studies.recipe import RECIPES, Request
 from wellposed_studies.reproduce import reproduce
 
 TINY = Training("ours", "AdamW", 1e-2, 0, steps=4, layers=1, width=16, heads=2, block=8, batch=4, warmup=1,
@@ -237,6 +237,10 @@ def test_a_study_that_ran_out_of_time_says_so_and_goes_on(tmp_path, monkeypatch)
     assert {row["seeds"] for row in first.result.rows} == {1}
     assert first.result.notes[0].startswith("running: 3 trainings have ended, ")
     assert first.result.holds is None
+    assert RECIPES.get("frontier/methods").kind("mini") == "trained"
+    assert first.result.size["seeds"] == 1
+    assert "undecided at " in first.row()
+    assert "width 16, depth 1" in first.row()
     second = reproduce("frontier/methods", scale="toy", out=out, data=str(path))
     assert len(second.result.rows) == 9
     assert not any("running" in note for note in second.result.notes)

@@ -10,6 +10,7 @@ from enum import IntEnum
 from functools import partial
 from statistics import fmean
 from time import monotonic
+from typing import Any
 
 from wellposed.errors import ConvergenceError
 from wellposed_lab.charts import Panel, Row, Series
@@ -20,6 +21,7 @@ from wellposed_studies.frontier.method_runs import KINDS, NANOGPT, Text, Trainin
 from wellposed_studies.frontier.method_store import Result, Store
 from wellposed_studies.frontier.training_methods import BASELINES, METHODS
 from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict, recipe
+from wellposed_studies.run_sizes import NO_DECODING
 from wellposed_studies.study import Sizes, mean_se, sizes_at
 from wellposed_studies.verdicts import gain, some
 
@@ -90,6 +92,7 @@ def sizes_of(request: Request) -> Sizes:
     "frontier/methods",
     folders=("text/tinyshakespeare.txt.gz",),
     takes=("data", "minutes"),
+    trains=True,
     builtin="English prose that ships with Python",
 )
 def methods(request: Request) -> Reproduction:
@@ -110,8 +113,8 @@ def methods(request: Request) -> Reproduction:
         not level off in so few steps: equal steps are compared, not ends of training.
     Note: good rates are those within {NEAR:g} nats of the method's best; cold is without warm-up, deep is
         24 layers in a quarter of the steps, both with one seed at the best rate. Every training is a
-        line of frontier-methods-SCALE.jsonl beside the row. With
-        --minutes it stops in time, the row counts what is missing, and a later call completes it.
+        line of frontier-methods-SCALE.jsonl beside the row. With --minutes it stops in time, the row
+        counts what is missing, and a later call completes it.
     """
     sizes = sizes_of(request)
     text = read_text(request.data, sizes.limit)
@@ -139,7 +142,21 @@ def methods(request: Request) -> Reproduction:
         _row(item, cost_columns(training_of(sizes, item.kind, item.method, item.rate), text))
         for item in tried
     ]
-    return Reproduction(rows, _panels(tried), got, holds, reasons, criterion)
+    size = size_of_study(sizes, text, max((len(item.runs) for item in ours), default=0))
+    return Reproduction(rows, _panels(tried), got, holds, reasons, criterion, size)
+
+
+def size_of_study(sizes: Sizes, text: Text, seeds: int) -> dict[str, Any]:
+    """Return the size of the row, by `evidence.FIELDS`, with the seeds that have ended."""
+    return {
+        "read": f"{len(text.train):,} characters",
+        "width": sizes.width,
+        "depth": sizes.layers,
+        "steps": sizes.steps,
+        "batch": sizes.batch_size,
+        "seeds": seeds,
+        "decoding": NO_DECODING,
+    }
 
 
 def methods_for(kind: str, names: Iterable[str]) -> list[str]:
