@@ -29,6 +29,9 @@ Scalar = str | int | float | bool | None
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
+SCION_READS = ("scion_radius", "scion_head_radius")
+SCION_LEAVES = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Options that scion alone reads, and those that it alone does not."""
 GONE = {"average_checkpoints": (0,), "num_workers": (0,), "parallel": ("ddp", "fsdp")}
 """Removed training options, with the values at which older runs can still be read."""
 RENAMED = {"temperature": "logit_scale"}
@@ -173,8 +176,8 @@ class TrainOptions(options.CheckedOptions):
     scion_head_radius: Positive = 3000.0
     """Radius of the ball of the output embedding of scion."""
     weight_decay: Strength = 0.01
-    """Weight decay on matrices; biases, norms and scalars have none. Scion has none: its balls bound
-    the weights."""
+    """Weight decay on matrices; biases, norms and scalars have none. Scion has none, and
+    refuses one: its balls bound the weights."""
     adam_beta1: Rate = 0.9
     """AdamW beta 1."""
     adam_beta2: Rate = 0.98
@@ -228,9 +231,7 @@ class TrainOptions(options.CheckedOptions):
             yield f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1"
         if self.optimizer == "scion" and self.learning_rate > 1.0:
             yield f"learning_rate = {self.learning_rate} with optimizer = scion, expected at most 1"
-        for name, usual in {"scion_radius": 50.0, "scion_head_radius": 3000.0}.items():
-            if self.optimizer != "scion" and getattr(self, name) != usual:
-                yield f"{name} = {getattr(self, name)}, which only optimizer = scion reads"
+        yield from self._unread_by_the_optimizer()
         if share and warm:
             yield f"warmup_share = {share} and warmup_steps = {warm}: give one"
         if schedule in NEEDS_WARMUP and not (warm or share):
@@ -239,6 +240,17 @@ class TrainOptions(options.CheckedOptions):
             fewer = f"expected fewer than steps = {self.steps}"
             yield f"warmup_steps = {warm}, {fewer} for the schedule {schedule}"
         yield from self._problems_of_margins()
+
+    def _unread_by_the_optimizer(self) -> Iterator[str]:
+        is_scion = self.optimizer == "scion"
+        usual = {option.name: option.default for option in dataclasses.fields(self)}
+        for name in SCION_LEAVES if is_scion else SCION_READS:
+            value = getattr(self, name)
+            # A decay of 0 is that of scion.
+            if value == usual[name] or (name == "weight_decay" and value == 0.0):
+                continue
+            who = "optimizer = scion does not read" if is_scion else "only optimizer = scion reads"
+            yield f"{name} = {value}, which {who}"
 
     def _problems_of_margins(self) -> Iterator[str]:
         loss = self.margin_loss

@@ -1,6 +1,7 @@
 """From options to the objects of a run: the optimizer that is named, weights held in their set, and
 models of images that a run starts from."""
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
@@ -20,7 +21,13 @@ from wellposed.optim import Scion
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.report.page import build_report
 from wellposed_lab.tasks.task import build_task
-from wellposed_lab.training.config import ConstrainOptions, RunConfig, TrainOptions
+from wellposed_lab.training.config import (
+    SCION_LEAVES,
+    SCION_READS,
+    ConstrainOptions,
+    RunConfig,
+    TrainOptions,
+)
 from wellposed_lab.training.folder.result import result_schema
 from wellposed_lab.training.loop.build import (
     build_constraint,
@@ -104,14 +111,33 @@ def test_scion_has_its_radii_and_begins_inside_its_balls():
     assert float(norm) <= 2.0 * 2**0.5 * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "scion"])
+@pytest.mark.parametrize("name", [*SCION_READS, *SCION_LEAVES])
+def test_options_that_scion_alone_reads_or_leaves_are_refused_elsewhere(name, optimizer):
+    is_read = (name in SCION_READS) == (optimizer == "scion")
+    if is_read:
+        assert getattr(TrainOptions(optimizer=optimizer, **{name: 0.25}), name) == 0.25
+        return
+    with pytest.raises(
+        ConfigError, match=rf"{name} = 0[.]25, which .*optimizer = scion"
+    ) as refused:
+        TrainOptions(optimizer=optimizer, **{name: 0.25})
+    assert str(refused.value).count("\n") == 1  # one problem, below its heading
+
+
+def test_scion_takes_no_decay_for_an_answer_and_has_the_radii_of_the_library():
+    options = TrainOptions(optimizer="scion", weight_decay=0.0)
+    usual = inspect.signature(Scion).parameters
+    assert options.scion_radius == usual["radius"].default
+    assert options.scion_head_radius == usual["head_radius"].default
+
+
 def test_what_cannot_work_is_refused():
     known = "'adamw', 'muon', 'scion' or 'sgd'"
     with pytest.raises(ConfigError, match=f"optimizer = 'lion', expected {known}"):
         TrainOptions(optimizer="lion")
     with pytest.raises(ConfigError, match=r"learning_rate = 2[.]0 with optimizer = scion"):
         TrainOptions(optimizer="scion", learning_rate=2.0)
-    with pytest.raises(ConfigError, match=r"scion_radius = 2[.]0, which only optimizer = scion"):
-        TrainOptions(scion_radius=2.0)
     with pytest.raises(ConfigError, match=r"momentum = 0[.]9 with optimizer = adamw"):
         TrainOptions(momentum=0.9)
     with pytest.raises(ConfigError, match="no trainable matrix"):

@@ -34,9 +34,9 @@ class Hypersphere(MatrixSet):
         roles = weight_slice.roles
         if is_table or (roles and (roles <= _READ_TOKENS or roles <= _WRITE_TOKENS)):
             return None
-        known = ", ".join(sorted(roles)) or "none"
+        listed_roles = ", ".join(sorted(roles)) or "none"
         return (
-            f"no known side along the width of a token (roles: {known}); use to='rows' if it reads"
+            f"no known side along the width of a token (roles: {listed_roles}); use to='rows' if it reads"
             " tokens, to='columns' if it writes them"
         )
 
