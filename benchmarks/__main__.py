@@ -116,14 +116,14 @@ def measure(
     return True
 
 
-def write_page(folder: Path, known: dict[str, Benchmark]) -> None:
+def write_page(folder: Path, registered: dict[str, Benchmark]) -> None:
     """Write the page of all results, with today's goals."""
-    (folder / "SPEED.md").write_text(table(folder / "results", known), "utf-8")
+    (folder / "SPEED.md").write_text(table(folder / "results", registered), "utf-8")
 
 
-def choose_gpu_rows(args: argparse.Namespace, known: dict[str, Benchmark]) -> None:
+def choose_gpu_rows(args: argparse.Namespace, registered: dict[str, Benchmark]) -> None:
     """Make of ``gpu`` the benchmarks that run there, the first ones first."""
-    others = [name for name, one in known.items() if "cuda" in one.devices]
+    others = [name for name, one in registered.items() if "cuda" in one.devices]
     args.names = list(dict.fromkeys([*GPU_SECONDS, *others]))
     if torch.cuda.is_available():
         args.device = "cuda"
@@ -132,9 +132,9 @@ def choose_gpu_rows(args: argparse.Namespace, known: dict[str, Benchmark]) -> No
         args.quick = True
 
 
-def print_list(known: dict[str, Benchmark]) -> None:
+def print_list(registered: dict[str, Benchmark]) -> None:
     print("| benchmark | measures | minutes | goal | on |\n|---|---|---|---|---|")
-    for name, one in known.items():
+    for name, one in registered.items():
         print(
             f"| {name} | {cell(one.measures)} | {one.minutes:g} | {cell(one.goal)} |"
             f" {', '.join(one.devices)} |"
@@ -142,33 +142,35 @@ def print_list(known: dict[str, Benchmark]) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    args, known = arguments_of(words), dict(benchmarks())
+    args, registered = arguments_of(words), dict(benchmarks())
     is_gpu = args.names == ["gpu"]
     if is_gpu:
-        choose_gpu_rows(args, known)
-    unknown = [name for name in args.names if name not in known]
+        choose_gpu_rows(args, registered)
+    unknown = [name for name in args.names if name not in registered]
     if unknown:
-        near = {name: difflib.get_close_matches(name, known, 3) for name in unknown}
-        lines = (f"no benchmark {name!r}; near: {near[name] or list(known)}" for name in unknown)
+        near = {name: difflib.get_close_matches(name, registered, 3) for name in unknown}
+        lines = (
+            f"no benchmark {name!r}; near: {near[name] or list(registered)}" for name in unknown
+        )
         print("; ".join(lines), file=sys.stderr)
         return 2
     if args.list:
-        print_list(known)
+        print_list(registered)
         return 0
     if args.page:
-        write_page(args.out or HERE, known)
+        write_page(args.out or HERE, registered)
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here")
         return 0
-    failed = measure_all(args, known, is_gpu=is_gpu)
+    failed = measure_all(args, registered, is_gpu=is_gpu)
     if failed:
         print(f"stopped by an error: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
 def measure_all(
-    args: argparse.Namespace, known: dict[str, Benchmark], *, is_gpu: bool
+    args: argparse.Namespace, registered: dict[str, Benchmark], *, is_gpu: bool
 ) -> list[str]:
     """Measure and store the rows of all chosen benchmarks; return those that an error stopped."""
     ends = time.perf_counter() + 60 * GPU_MINUTES if is_gpu else math.inf
@@ -179,11 +181,11 @@ def measure_all(
     gc.collect()
     gc.freeze()  # so that garbage collection does not walk loaded modules while a clock runs
     failed: list[str] = []
-    for name in args.names or known:
+    for name in args.names or registered:
         began = time.perf_counter()
-        why_not = refusal(name, known[name], setup)
+        why_not = refusal(name, registered[name], setup)
         why_not = why_not or (f"left out, {GPU_MINUTES} minutes are over" if began > ends else None)
-        print(f"{name}: {why_not or known[name].measures}", flush=True)
+        print(f"{name}: {why_not or registered[name].measures}", flush=True)
         if why_not is not None:
             continue
         until = min(ends, began + GPU_SECONDS.get(name, math.inf)) if is_gpu else math.inf
@@ -191,9 +193,9 @@ def measure_all(
         def keep(rows: list[Json], name: str = name) -> None:
             if out is not None:
                 record.keep(name, rows)
-                write_page(out, known)
+                write_page(out, registered)
 
-        is_whole = measure(known[name], setup, record.last(name), until, keep)
+        is_whole = measure(registered[name], setup, record.last(name), until, keep)
         print(f"  {time.perf_counter() - began:.0f} s", flush=True)
         failed += [] if is_whole else [name]
     return failed

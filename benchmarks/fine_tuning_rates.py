@@ -60,7 +60,9 @@ def config_of(base: RunConfig, model: str, encoder: str, rate: float) -> RunConf
 def row_of(corpus: str, model: str, run: FinishedRun) -> Row:
     """Return the shares of wrong answers; those of the best constant if training diverged."""
     constant = 1 - run.reference["accuracy"]
-    wrong = {of: 1 - run.metric(f"accuracy,{of}", 1 - constant) for of in ("valid", "test")}
+    wrong = {
+        split: 1 - run.metric(f"accuracy,{split}", 1 - constant) for split in ("valid", "test")
+    }
     row = {"corpus": corpus, "model": model, "rate": run.rate, "seed": run.seed, **wrong}
     return {**row, "constant": constant, "failed": run.failure}
 
@@ -92,15 +94,15 @@ def main() -> None:
         mine = [row_of(corpus, model, run) for (model, _, _), run in zip(grid, runs, strict=True)]
         rows += mine
         summaries = {model: summary(where(mine, model=model)) for model in MODELS}
-        for model, of in summaries.items():
+        for model, by_name in summaries.items():
             print(
-                f"{corpus}, {model}: {mean_se(of['best'], 3)} wrong at {of['rate']:g}, sensitivity"
-                f" {mean_se(of['sensitivity'], 3)}, {of['near']:.0%} of the rates near the best"
+                f"{corpus}, {model}: {mean_se(by_name['best'], 3)} wrong at {by_name['rate']:g}, sensitivity"
+                f" {mean_se(by_name['sensitivity'], 3)}, {by_name['near']:.0%} of the rates near the best"
             )
         others = [model for model in MODELS if model != "plain"]
-        for of, name in enumerate(("sensitivity", "wrong at the best rate")):
+        for index, name in enumerate(("sensitivity", "wrong at the best rate")):
             tests = holm_correction(
-                [paired(summaries[it], summaries["plain"])[of] for it in others]
+                [paired(summaries[it], summaries["plain"])[index] for it in others]
             )
             for model, test in zip(others, tests, strict=True):
                 print(

@@ -31,7 +31,7 @@ def shown(row: Json) -> str:
     return value if row["low"] == row["high"] else f"{value} [{row['low']:.3g}, {row['high']:.3g}]"
 
 
-def table(folder: Path, known: dict[str, Benchmark]) -> str:
+def table(folder: Path, registered: dict[str, Benchmark]) -> str:
     """Return the newest rows per machine and benchmark, then rows not yet measured on a GPU."""
     lines = [HEAD]
     measured_on_gpu: set[str] = set()
@@ -40,14 +40,14 @@ def table(folder: Path, known: dict[str, Benchmark]) -> str:
         for name, (date, record) in sorted(days.items()):
             if record["device"] == "cuda":
                 measured_on_gpu.add(name)
-            about = known[name].measures if name in known else "no longer measured"
+            about = registered[name].measures if name in registered else "no longer measured"
             lines += ["", f"### {name}: {about}", "", under(date, record), ""]
             lines += [
                 "| row | value | goal | ours / other | load | against the last |",
                 "|---|---|---|---|---|---|",
             ]
             rows = record["benchmarks"][name]["rows"]
-            one = None if record["quick"] else known.get(name)
+            one = None if record["quick"] else registered.get(name)
             reasons: dict[str, int] = {}
             for row in rows:
                 goal = one.goal_of(row["name"], record["device"]) if one else None
@@ -56,7 +56,7 @@ def table(folder: Path, known: dict[str, Benchmark]) -> str:
                 lines += ["", *(f"- ({mark}) {why}" for why, mark in reasons.items())]
     waiting = {
         name: one
-        for name, one in known.items()
+        for name, one in registered.items()
         if "cuda" in one.devices and name not in measured_on_gpu
     }
     if waiting:

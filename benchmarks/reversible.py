@@ -64,12 +64,12 @@ def both_ways(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> None:
 
 def saved_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
     """Return the bytes of distinct tensors, except parameters, that the graph keeps."""
-    known = {parameter.data_ptr() for parameter in stack.parameters()}
+    parameter_pointers = {parameter.data_ptr() for parameter in stack.parameters()}
     storages: dict[int, int] = {}
 
     def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in parameter_pointers:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 

@@ -210,9 +210,11 @@ def _sum(small: Plan, *steps: tuple[Plan, Plan, float]) -> Plan:
         more = (times * max(0, number_of(a) - number_of(b)) for a, b, times in steps)
         return round(number_of(small) + sum(more))
 
-    def counts(of: Callable[[Plan], Any]) -> dict[Any, int]:
-        keys = dict.fromkeys(key for plan in (small, *(a for a, _, _ in steps)) for key in of(plan))
-        return {key: total(lambda plan, key=key: Counter(of(plan))[key]) for key in keys}
+    def counts(count: Callable[[Plan], Any]) -> dict[Any, int]:
+        keys = dict.fromkeys(
+            key for plan in (small, *(a for a, _, _ in steps)) for key in count(plan)
+        )
+        return {key: total(lambda plan, key=key: Counter(count(plan))[key]) for key in keys}
 
     return replace(
         small,

@@ -100,7 +100,10 @@ def rows(setup: Setup) -> Iterator[Row]:
     for sequences, rounds, size in ((8, (15, 7), ""), (32, (7, 2), ", 32 x 1,024 tokens")):
         for name, attach in ATTACHED.items():
             count, few = (WATCHED_STEPS, 1) if name.startswith("Monitor") else (1, 0)
-            made = [steps(setup, of, count, setup.size(sequences, 8)) for of in (attach, None)]
+            made = [
+                steps(setup, attached, count, setup.size(sequences, 8))
+                for attached in (attach, None)
+            ]
             times = setup.interleave({name: made[0], "plain": made[1]}, setup.size(rounds[few], 2))
             yield ratio_row(f"step with {name} / plain step{size}", times, name, "plain")
     muon = optimizer_step(setup, torch.optim.Muon)

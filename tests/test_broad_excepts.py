@@ -90,7 +90,7 @@ def handlers():
 def test_each_broad_handler_raises_errors_about_memory_again():
     visited = list(handlers())
     assert len(visited) >= 30
-    swallowing = {place: line for place, line, handler in visited if not passes_on(handler)}
+    swallowing = {location: line for location, line, handler in visited if not passes_on(handler)}
     assert swallowing.keys() == REASONS.keys(), swallowing
 
 

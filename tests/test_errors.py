@@ -19,10 +19,10 @@ def test_every_error_is_ours_and_standard():
 
 
 def test_unknown_name_lists_near_names_or_all_where_none_is_near():
-    known = ["oc1", "oc2", "oc3", "oc4", "post_ln", "zzz"]
+    registered = ["oc1", "oc2", "oc3", "oc4", "post_ln", "zzz"]
     near = {"post_nl": "nearest: post_ln", "oc9": "nearest: oc4, oc3, oc2"}
-    for name, hint in {**near, "qqqqq": f"expected one of {', '.join(known)}"}.items():
-        assert str(unknown_name("variant", name, known)) == f"unknown variant '{name}'; {hint}"
+    for name, hint in {**near, "qqqqq": f"expected one of {', '.join(registered)}"}.items():
+        assert str(unknown_name("variant", name, registered)) == f"unknown variant '{name}'; {hint}"
     assert "no task is registered" in str(unknown_name("task", "x", []))
 
 

@@ -61,14 +61,20 @@ def environment(tmp_path_factory):
     return make
 
 
-def run_there(folder, code, place):
+def run_there(folder, code, working_folder):
     """Run code by an interpreter that sees the packages of a folder and the standard library."""
     keep = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     start = f"import sys; sys.path.append({str(folder)!r}); exec(open('script.py').read())"
-    (place / "script.py").write_text(code, encoding="utf-8")
+    (working_folder / "script.py").write_text(code, encoding="utf-8")
     command = [sys.executable, "-I", "-S", "-c", start]
     return subprocess.run(
-        command, cwd=place, env=keep, capture_output=True, text=True, timeout=280, check=False
+        command,
+        cwd=working_folder,
+        env=keep,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
 
 
@@ -115,7 +121,8 @@ def best_loss(rows, model):
     """Return the mean test loss at the rate with the least mean loss on valid."""
     ours = [row for row in rows if row["model"] == model]
     rates = {
-        rate: [*of] for rate, of in itertools.groupby(ours, key=lambda row: float(row["rate"]))
+        rate: [*rows_at_rate]
+        for rate, rows_at_rate in itertools.groupby(ours, key=lambda row: float(row["rate"]))
     }
     mean = lambda rate, split: fmean(float(row[split]) for row in rates[rate])  # noqa: E731
     best = min(rates, key=lambda rate: mean(rate, "valid"))

@@ -81,8 +81,8 @@ def misnamed(item):
         sections = member.docstring.parse("google", warnings=False) if member.docstring else []
         parts = [part.value for part in sections if part.kind.value == "parameters"]
         if named := [entry.name for part in parts for entry in part]:
-            known = [STARS.get(p.kind.value, "") + p.name for p in member.parameters]
-            if named != [name for name in known if name in named]:
+            parameters = [STARS.get(p.kind.value, "") + p.name for p in member.parameters]
+            if named != [name for name in parameters if name in named]:
                 yield f"{member.path}: {named}"
         yield from misnamed(member)
 

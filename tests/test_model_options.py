@@ -31,8 +31,12 @@ def test_every_part_that_reads_options_is_registered():
 
 def test_no_option_is_declared_twice():
     owners = {}
-    classes = [of for kind in REGISTRIES for of in model_options.readers(kind).values()]
-    declared = {options for kind in classes for options in kind}
+    declared = {
+        options
+        for kind in REGISTRIES
+        for read in model_options.readers(kind).values()
+        for options in read
+    }
     for base in {base for options in declared for base in options.__mro__}:
         for name in vars(base).get("__annotations__", {}):
             owners.setdefault(name, set()).add(base)
@@ -83,7 +87,9 @@ class Window(torch.nn.Module):
 
 
 if NAME not in ATTENTIONS:
-    ATTENTIONS.register(NAME)(lambda config: Window(WindowOptions.of(config).window_for_this_test))
+    ATTENTIONS.register(NAME)(
+        lambda config: Window(WindowOptions.from_config(config).window_for_this_test)
+    )
 
 
 def test_an_attention_from_outside_brings_its_options(tmp_path):

@@ -264,10 +264,10 @@ def test_a_wrong_argument_is_computed_with_or_refused(name):
     """No exception of torch or Python, and none of complex numbers goes through."""
     call, *parts = CALLS[name]
     call = known_keywords(call)  # as verbs and layers do, some of which are called in lambdas
-    for place in [i for i, part in enumerate(parts) if not callable(part)]:
+    for argument in [i for i, part in enumerate(parts) if not callable(part)]:
         for kind, change in WRONG.items():
             inputs = made(parts)
-            inputs[place] = change(inputs[place])
+            inputs[argument] = change(inputs[argument])
             with contextlib.suppress(WellposedError):
                 call(*inputs)
                 assert kind != "complex"

@@ -27,7 +27,7 @@ def test_mcgrath2024_chooses_key_and_query():
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: zhang2021("IIII"), "expected 'I', 'II', 'III', 'VAR-I', 'VAR-II' or 'VAR-III'"),
         (lambda: zhang2021("I", 0.0), "strength = 0.0, expected a finite number > 0"),
@@ -38,8 +38,8 @@ def test_mcgrath2024_chooses_key_and_query():
         (lambda: mcgrath2024(key=False), "both False"),
     ],
 )
-def test_errors(call, says):
-    with pytest.raises(ConfigError, match=says):
+def test_errors(call, message):
+    with pytest.raises(ConfigError, match=message):
         call()
 
 

@@ -73,10 +73,12 @@ def test_a_formula_outside_its_delimiters_is_found():
 def test_every_command_is_one_that_the_site_can_render(page):
     assets = ROOT / "docs" / "assets"
     scripts = (assets / "katex" / "katex.min.js", assets / "render_math.js")
-    known = "".join(script.read_text("utf-8") for script in scripts)
+    katex_source = "".join(script.read_text("utf-8") for script in scripts)
     used = set(COMMAND.findall(" ".join(FORMULA.findall(prose(page)))))
     environments = {rf"\{word}" for word in ("begin", "end")}
-    unknown = [command for command in sorted(used - environments) if f'"\\{command}"' not in known]
+    unknown = [
+        command for command in sorted(used - environments) if f'"\\{command}"' not in katex_source
+    ]
     assert unknown == []
 
 
@@ -184,11 +186,11 @@ def test_learning_rates_are_drawn_as_medians_of_seeds(tmp_path, monkeypatch):
     names = ("", " capped at 1", " capped at 2", " capped at 4", ", warm-up", " orthogonal")
     rows = [
         {"model": norm + name, "rate": f"{rate:g}", "seed": seed, "valid": 0, "test": loss}
-        for place, norm in enumerate(("post-LN", "qk-norm", "pre-LN"))
+        for index, norm in enumerate(("post-LN", "qk-norm", "pre-LN"))
         for number, name in enumerate(names)
         if norm == "post-LN" or name != ", warm-up"
         for rate in (1e-3, 3e-3)
-        for seed, loss in enumerate((2 + number + place, 1.5 + 100 * rate, 1.25))
+        for seed, loss in enumerate((2 + number + index, 1.5 + 100 * rate, 1.25))
     ]
     with (tmp_path / "frontier-rates.csv").open("w", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "failed"], restval="")

@@ -74,7 +74,10 @@ def draw_rates(path: Path) -> None:
     panels = []
     for norm in ("post-LN", "pre-LN"):
         rows = [
-            {"cap": cap.strip(", ") or "no cap", **{of: float(row[of]) for of in ("rate", "test")}}
+            {
+                "cap": cap.strip(", ") or "no cap",
+                **{column: float(row[column]) for column in ("rate", "test")},
+            }
             for cap in CAPS
             for row in where(committed("rates"), model=norm + cap)
         ]

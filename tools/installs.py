@@ -150,17 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         made = built(folder)
         sys.stdout.write(f"built {', '.join(path.name for path in made.values())}\n")
-        place = folder / "tried"
-        place.mkdir()
-        install(environment(place / "torch"), place, TORCH)
+        target = folder / "tried"
+        target.mkdir()
+        install(environment(target / "torch"), target, TORCH)
         for extra in chosen.only:
             try:
-                line = tried(extra, made, place)
+                line = tried(extra, made, target)
             except RuntimeError as error:
                 failed, line = True, f"FAILED: {error}"
             sys.stdout.write(f"{extra:<10} {line}\n")
             sys.stdout.flush()
-            shutil.rmtree(place / extra, ignore_errors=True)
+            shutil.rmtree(target / extra, ignore_errors=True)
     return int(failed)
 
 

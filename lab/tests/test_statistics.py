@@ -37,7 +37,7 @@ def test_no_or_non_finite_values_are_refused(values):
 
 # Two degrees of freedom: p = 1 - t / sqrt(t^2 + 2); one, a Cauchy distribution: 1 - 2 arctan(t) / pi.
 @pytest.mark.parametrize(
-    ("values", "first", "t", "p", "says"),
+    ("values", "first", "t", "p", "verdict"),
     [
         ([3, 4, 6], [1, 2, 3], 7, 1 - 7 / math.sqrt(51), "better by 2.333 (p = 0.0198, 3 seeds)"),
         (
@@ -67,12 +67,12 @@ def test_no_or_non_finite_values_are_refused(values):
         ([0.458, 0.458], [0.470, 0.446], 0, 1, "no significant difference (+0;"),
     ],
 )
-def test_paired_tests_by_hand(values, first, t, p, says):
+def test_paired_tests_by_hand(values, first, t, p, verdict):
     test = paired_comparison(values, first)
     assert test.t_statistic == (t if t is None else pytest.approx(t, rel=1e-12))
     assert test.p_value == (p if p is None else pytest.approx(p, rel=1e-9))
     assert test.significant is (p is not None and p < 0.05)
-    assert test.verdict.startswith(says)
+    assert test.verdict.startswith(verdict)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-7, 1e6])
@@ -176,7 +176,7 @@ def test_what_failed_is_counted_and_named_once():
 
 
 @pytest.mark.parametrize(
-    ("differences", "smallest", "says"),
+    ("differences", "smallest", "verdict"),
     [
         ([0.02, 0.021, 0.022], 0.01, "worth it: better by 0.021, at least 0.01 was asked (p = 0.0"),
         ([0.002, 0.003, 0.002], 0.01, "not worth it: the gain is 0.002333 and at most 0.003768, l"),
@@ -189,10 +189,12 @@ def test_what_failed_is_counted_and_named_once():
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_three_seeds_can_say_yes_no_and_neither(differences, smallest, says, sign):
+def test_three_seeds_can_say_yes_no_and_neither(differences, smallest, verdict, sign):
     values = [sign * difference for difference in differences]
     test = paired_comparison(values, [0.0] * len(values), higher_is_better=sign > 0)
-    assert worth_it(test, smallest).startswith(says if sign > 0 else says.replace("+0.02", "-0.02"))
+    assert worth_it(test, smallest).startswith(
+        verdict if sign > 0 else verdict.replace("+0.02", "-0.02")
+    )
 
 
 def test_the_seeds_that_are_named_would_see_the_gain():

@@ -22,7 +22,7 @@ class PartOptions(CheckedOptions):
     """Options that some parts read: a frozen dataclass marked with `read_by`."""
 
     @classmethod
-    def of(cls: type[Options], config: object) -> Options:
+    def from_config(cls: type[Options], config: object) -> Options:
         """Return the options as in ``config``; missing ones have their defaults."""
         return cls(**{item.name: getattr(config, item.name, item.default) for item in fields(cls)})
 

@@ -76,12 +76,12 @@ def test_a_trained_model_needs_the_blocks_that_it_has(variant, layers, tmp_path,
 
     def remembering(folder: Path) -> tuple[Any, None]:  # as frozen windows do
         model = load_run_model(folder)[0]
-        known = {}
+        outputs = {}
 
         def remembered(**batch: torch.Tensor) -> Any:
             key = str(batch["input_ids"])
-            known[key] = known[key] if key in known else compute(**batch)
-            return known[key]
+            outputs[key] = outputs[key] if key in outputs else compute(**batch)
+            return outputs[key]
 
         compute = model.forward
         model.forward = remembered

@@ -143,7 +143,7 @@ EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"a 1 2\nb 1\n", f"{EXPECTED}'b 1'"),
         *(
@@ -158,9 +158,9 @@ EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
         (b"a 1 2\n\xe9 1 2\n", "v.txt:2: not UTF-8"),
     ],
 )
-def test_malformed_vectors_are_named_by_line(tmp_path, content, says):
+def test_malformed_vectors_are_named_by_line(tmp_path, content, message):
     (tmp_path / "v.txt").write_bytes(content)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         vectors.read_word_vectors(tmp_path / "v.txt")
 
 
@@ -170,8 +170,12 @@ def test_places_without_vectors_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="bytes unpack to more than 100"):
         vectors.read_word_vectors(tmp_path / "bomb.gz")
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
-    for name, says in (("vec.txt", "no such file"), (".", "is a folder"), ("cut.gz", "cut short")):
-        with pytest.raises(DataError, match=says):
+    for name, message in (
+        ("vec.txt", "no such file"),
+        (".", "is a folder"),
+        ("cut.gz", "cut short"),
+    ):
+        with pytest.raises(DataError, match=message):
             vectors.read_word_vectors(tmp_path / name)
 
 

@@ -29,8 +29,8 @@ PLAINER = {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 
 
 def evidence(corpus="ag_news", **changes):
-    known = Evidence(corpus, SEEDS, PLAINER, (0.7, 0.71, 0.7), 4000, attacked=50, fallen=0)
-    return dataclasses.replace(known, **changes)
+    default = Evidence(corpus, SEEDS, PLAINER, (0.7, 0.71, 0.7), 4000, attacked=50, fallen=0)
+    return dataclasses.replace(default, **changes)
 
 
 @pytest.mark.parametrize(

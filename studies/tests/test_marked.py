@@ -48,9 +48,9 @@ def test_the_best_guess_from_the_bag_is_found_by_counting_every_row():
     words = ("w0", "w1", "w2")
     slots = 3
     drawn = [
-        Drawn((f"@{place}", *row), row[place])
+        Drawn((f"@{slot}", *row), row[slot])
         for row in itertools.product(words, repeat=slots)
-        for place in range(slots)
+        for slot in range(slots)
     ]
     answers = defaultdict(Counter)
     for tokens, answer in drawn:
@@ -63,7 +63,7 @@ RECALL = {"question": "recall"}
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (
             {**RECALL, "slots": 5, "words": 4, "repeats": False},
@@ -78,6 +78,6 @@ RECALL = {"question": "recall"}
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_what_cannot_be_drawn_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         build_task("marked", {**SMALL, **options})

@@ -73,7 +73,10 @@ def test_scores_of_several_batches_are_those_of_all_rows(task):
 def test_two_passes_give_a_linear_layer_on_both_states(minbert):
     task = build_task("minbert", {"data": str(minbert), "paraphrase": "two_passes"})
     rows = [row for row in task.dataset("train") if "second" in row][:4]
-    sides = [[row["input_ids"] for row in of] for of in (rows, [row["second"] for row in rows])]
+    sides = [
+        [row["input_ids"] for row in examples]
+        for examples in (rows, [row["second"] for row in rows])
+    ]
     states = torch.tensor([[len(ids), sum(ids)] for side in sides for ids in side]).log()
     head = torch.randn(task.model_kwargs()["num_labels"], 2)
     examples = task.collate(rows)
@@ -125,7 +128,9 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, t
     mean = sum(rows[-1]["overall"] for rows in evaluated) / 2
     assert made["table-1"].result.rows[1]["overall"] == pytest.approx(mean)
     drift = made["figure-3"].result.rows
-    last = next(of for of in drift if (of["seed"], of["step"], of["weight"]) == (1, 3, "key.0"))
+    last = next(
+        row for row in drift if (row["seed"], row["step"], row["weight"]) == (1, 3, "key.0")
+    )
     assert last["error"] == evaluated[1][-1]["err_orth/key.0"]
     initial = json.loads((runs / "baseline" / "seed-0" / "measure-initial.json").read_text())
     keys = [row["orthogonality_error"] for row in initial["rows"] if row["role"] == "key"]
@@ -140,7 +145,10 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, t
 def test_an_encoder_with_weights_and_data_are_asked_for(minbert, encoder, tmp_path):
     file = str(encoder / "config.json")
     for scale, scratch in {"mini": (True, True, False), "paper": (False, True, False)}.items():
-        requests = [Request(scale, tmp_path, encoder=of) for of in (None, file, str(encoder))]
+        requests = [
+            Request(scale, tmp_path, encoder=encoder_path)
+            for encoder_path in (None, file, str(encoder))
+        ]
         assert tuple(map(study.from_scratch, requests)) == scratch
     for weights in (None, file):
         with pytest.raises(ConfigError, match="give --encoder FOLDER"):
@@ -205,7 +213,7 @@ def test_sentences_and_labels_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "rows", "says"),
+    ("file", "rows", "message"),
     [
         ("ids-sst-train", "0\ta\tfilm\t4\n1\tb\tfilm\t7\n", ":3: sentiment is '7'"),
         ("ids-sst-train", '0\ta\t"two\nlines"\t1\n1\tb\tfilm\tgood\n', ":4: sentiment is 'good'"),
@@ -219,10 +227,10 @@ def test_sentences_and_labels_are_read(tmp_path):
         ("sts-dev", '0\ta\t"one\ttwo\t1.0\n', ":2: not a row of quoted fields"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path, file, rows, says):
+def test_a_malformed_row_is_named(tmp_path, file, rows, message):
     header = "" if "sentence1" in rows else HEADERS[file.rpartition("-")[0]]
     (folder_of(tmp_path) / f"{file}.csv").write_text(header + rows)
-    with pytest.raises(DataError, match=f"{file}.csv{says}"):
+    with pytest.raises(DataError, match=f"{file}.csv{message}"):
         read_minbert(tmp_path)
 
 

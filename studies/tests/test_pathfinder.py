@@ -155,12 +155,12 @@ def test_damaged_releases_are_named_by_line(tmp_path):
     metadata.write_text("".join(line for line in lines if "sample_3" not in line))
     with pytest.raises(DataError, match=r"imgs/1/sample_5.png: cannot be decoded"):
         build(tmp_path)
-    for content, says in (
+    for content, message in (
         (b"imgs/0 caf\xe9.png 0 1\n", "0.npy:1: not UTF-8: byte 0xe9"),
         (b"imgs/0 sample_0.png 0 2\n", "0.npy:1: expected folder, file, number, label"),
     ):
         metadata.write_bytes(content)
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             build(tmp_path)
     np.save(metadata, np.zeros(3))
     with pytest.raises(DataError, match="control bytes"):

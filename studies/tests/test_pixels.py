@@ -61,12 +61,12 @@ def test_the_binary_version_of_cifar(tmp_path):
     gray = np.einsum("nchw,c->nhw", pixels[40:], [0.299, 0.587, 0.114])
     assert np.array_equal(ids(task, "test"), np.rint(gray).astype(int).reshape(20, -1))
     assert task.labels[3] == "class3"
-    for content, says in (
+    for content, message in (
         (b"\x0c" + records[0, 1:].tobytes(), "test_batch.bin: record 0: label 12"),
         (b"123", "3 bytes, expected records of 3073"),
     ):
         (tmp_path / "test_batch.bin").write_bytes(content)
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             build_pixels(tmp_path)
 
 
@@ -126,13 +126,13 @@ def test_splits_that_do_not_fit_and_options_that_cannot_be_used(tmp_path):
     write_npz(tmp_path)
     with pytest.raises(DataError, match="size = 3 does not divide the"):
         build_pixels(tmp_path, size=3)
-    for arrays, says in (
+    for arrays, message in (
         ({"x": PIXELS_X, "y": Y + 1}, r"labels that train lacks: .*'test': \[3\]"),
         ({"x": PIXELS_X[:, :2], "y": Y}, "splits of shapes"),
         ({"z": PIXELS_X}, "expected x, .*; it has z uint8"),
     ):
         np.savez(tmp_path / "test.npz", **arrays)
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             build_pixels(tmp_path)
 
 
@@ -155,8 +155,8 @@ def test_archives_that_grow_or_are_locked_are_refused(tmp_path):
             read_npz(path)
     np.savez(path, x=np.zeros((2, 4, 4), np.uint8), y=np.zeros(2, np.int64))
     data = bytearray(path.read_bytes())
-    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        data[data.index(mark) + place] |= 1
+    for mark, flag_offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(mark) + flag_offset] |= 1
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"a.npz: cannot be read as npz"):
         read_npz(path)

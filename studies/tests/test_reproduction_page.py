@@ -224,8 +224,8 @@ def test_whatever_goes_with_data_takes_data():
 )
 def test_data_for_a_recipe_that_reads_none_is_refused(name, tmp_path, monkeypatch):
     ran = make(monkeypatch)
-    says = rf"{name}: reads no data, received data='text.txt'; leave it out; these do"
-    with pytest.raises(ConfigError, match=says):
+    message = rf"{name}: reads no data, received data='text.txt'; leave it out; these do"
+    with pytest.raises(ConfigError, match=message):
         reproduce(name, out=tmp_path, data="text.txt")
     assert ran == []
 
@@ -341,7 +341,7 @@ def test_a_withdrawal_comes_first_in_the_notes_whatever_a_later_run_writes(
     name, tmp_path, monkeypatch
 ):
     make(monkeypatch)
-    dates = [of["date"] for of in WITHDRAWN[name]]
+    dates = [withdrawal["date"] for withdrawal in WITHDRAWN[name]]
     for _ in range(2):
         reproduce(name, out=tmp_path)
         (row,) = re.findall(r"^\| notes \| .*$", reproduction_page(tmp_path), re.MULTILINE)
@@ -349,7 +349,7 @@ def test_a_withdrawal_comes_first_in_the_notes_whatever_a_later_run_writes(
         assert row.startswith(f"| notes | withdrawn on {dates[0]} ({WITHDRAWN[name][0]['was']}): ")
     assert dates == sorted(dates, reverse=True), "newest first"
     words = {*VERDICTS.values(), *SEEN.values()}
-    assert {of["was"].partition(" before")[0] for of in WITHDRAWN[name]} <= words
+    assert {withdrawal["was"].partition(" before")[0] for withdrawal in WITHDRAWN[name]} <= words
 
 
 def test_no_result_has_a_withdrawal_that_a_later_run_would_remove():

@@ -203,10 +203,10 @@ def test_the_size_of_a_row_is_that_of_its_table_of_sizes(values):
 
 def test_a_model_to_start_from_names_its_width_and_depth(tmp_path):
     config = RunConfig("text_classification", {"data": "builtin"})
-    known = tmp_path / "mini-encoder"
-    known.mkdir()
-    (known / "config.json").write_text('{"hidden_size": 1024, "num_hidden_layers": 6}')
-    started = [replace(config, start=StartOptions(model=str(at))) for at in (known, "org/other")]
+    encoder = tmp_path / "mini-encoder"
+    encoder.mkdir()
+    (encoder / "config.json").write_text('{"hidden_size": 1024, "num_hidden_layers": 6}')
+    started = [replace(config, start=StartOptions(model=str(at))) for at in (encoder, "org/other")]
     sizes = [size_of([one]) or {} for one in started]
     assert [size["width"] for size in sizes] == ["1,024 (as mini-encoder)", "as other"]
     assert [size["depth"] for size in sizes] == ["6 (as mini-encoder)", "as other"]

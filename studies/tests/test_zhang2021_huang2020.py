@@ -30,8 +30,8 @@ def test_printed_values_give_the_printed_gains():
     printed = [
         measure
         for table in tables.PRINTED.values()
-        for of in table.values()
-        for measure in of.values()
+        for by_variant in table.values()
+        for measure in by_variant.values()
     ]
     assert len(printed) == 6 + 2 + 3 + 18
     for values in printed:
@@ -167,7 +167,7 @@ def test_languages_name_the_columns_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "scale", "languages", "says"),
+    ("name", "scale", "languages", "message"),
     [
         ("zhang2021/table-1", "toy", "en", "expected source and target, two names as en,fr"),
         ("zhang2021/table-1", "toy", "en,en", "expected source and target"),
@@ -176,8 +176,8 @@ def test_languages_name_the_columns_of_a_file(tmp_path):
         ("kim2021/table-2", "toy", "en,fr", "kim2021/table-2: reads no languages"),
     ],
 )
-def test_languages_that_cannot_be_used_are_refused(tmp_path, name, scale, languages, says):
-    with pytest.raises(ConfigError, match=says):
+def test_languages_that_cannot_be_used_are_refused(tmp_path, name, scale, languages, message):
+    with pytest.raises(ConfigError, match=message):
         reproduce(name, scale=scale, out=tmp_path, languages=languages)
 
 
@@ -186,9 +186,9 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path, mo
 
     def run(variant, depth, seed, valid):
         loss = {} if valid is None else {"loss,valid": valid, "loss,test": valid}
-        of = {"depth": depth, "seed": seed}
+        shape = {"depth": depth, "seed": seed}
         return finished(
-            "translation", variant, loss, **of, reference={"loss": 2.0}, folder=tmp_path
+            "translation", variant, loss, **shape, reference={"loss": 2.0}, folder=tmp_path
         )
 
     losses = {("t_fixup", 6): (1, 1), ("t_fixup", 100): (1, 1.1)}

@@ -165,8 +165,8 @@ register_rule(AddsWhatActivatedAgain)(by_hand)
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_no_attribute_declares_is_found_by_the_cross_check(route, kind):
     module = ROUTES[route](kind())
-    says = "WritesT.* changes its input in a call"
-    with pytest.raises(UnsoundBoundError, match=says):
+    message = "WritesT.* changes its input in a call"
+    with pytest.raises(UnsoundBoundError, match=message):
         certify(module, seq_len=3)
 
 
@@ -219,8 +219,8 @@ def test_no_words_are_certified_of_a_branch_in_place(residual):
     model = model_of(residual=residual)
     for layer in model.model.layers:
         layer.feedforward = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
-    says = "overwrites its input"
-    with pytest.raises(NotLipschitzError, match=says):
+    message = "overwrites its input"
+    with pytest.raises(NotLipschitzError, match=message):
         WordCertificate(model, tokenizer_of(), max_length=6)
     accepted = WordCertificate(model, tokenizer_of(), max_length=6, required=False)
     assert "no bound" in accepted.reason

@@ -239,14 +239,14 @@ def test_a_rule_may_read_a_part_of_another_class_by_itself():
         pass
 
     @register_rule(Amplifier)
-    def unsaid(module: Amplifier, site) -> LayerBound:
+    def undeclared_amplifier(module: Amplifier, site) -> LayerBound:
         return LayerBound(module[0].factor, "gain")
 
     amplifier = Amplifier(Gain())
     assert "0 is" in certify(amplifier, seq_len=1).uncertified[0].reason
 
     @register_rule(Amplifier)
-    def said(module: Amplifier, site) -> LayerBound:
+    def declared_amplifier(module: Amplifier, site) -> LayerBound:
         site.reads(module[0])
         return LayerBound(module[0].factor, "gain")
 

@@ -236,7 +236,7 @@ def compiled():
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "error", "says"),
+    ("build", "options", "error", "message"),
     [
         *(
             (lambda part=part: ours(**part), {}, ConfigError, "does not scale its logits")
@@ -253,10 +253,10 @@ def compiled():
         (lambda: ours().requires_grad_(False), {}, ConfigError, "frozen"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused(build, options, error, says):
+def test_what_cannot_be_held_is_refused(build, options, error, message):
     built = build()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         constrain_(built, optimizer, to="logits", **options)
 
 

@@ -14,11 +14,11 @@ from wellposed.errors import ConfigError, RoleNotFoundError
 transformers = pytest.importorskip("transformers")
 
 
-def cut(model, known):
+def cut(model, part):
     """A part of a fused weight in (out, in) orientation, cut by hand."""
-    weight = model.get_parameter(known.parameter)
-    rows = slice(*known.rows) if known.rows else slice(None)
-    return (weight.T if known.transposed else weight)[rows]
+    weight = model.get_parameter(part.parameter)
+    rows = slice(*part.rows) if part.rows else slice(None)
+    return (weight.T if part.transposed else weight)[rows]
 
 
 def sgd(model, rate=0.3):
@@ -44,7 +44,7 @@ def in_set(weight, to):
 def test_parts_of_fused_weights_are_held_each_by_itself(kind, to):
     entry = ZOO[kind]
     model = ZOO[kind].build()
-    query, key, value = (entry.known[role] for role in ("query", "key", "value"))
+    query, key, value = (entry.weights[role] for role in ("query", "key", "value"))
     fused = model.get_parameter(query.parameter)
     with torch.no_grad():
         fused.mul_(20.0)

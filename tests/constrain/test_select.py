@@ -25,7 +25,7 @@ def model():
 
 
 def labels(where, owner=None, **options):
-    return [place.label for place in select_weights(owner or model(), where, **options)]
+    return [selected.label for selected in select_weights(owner or model(), where, **options)]
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_parts_of_a_fused_weight_come_one_by_one():
     assert labels(("value", "query"), owner) == [rows[0], rows[2]]
     assert labels("key", owner) == rows[1:2]
     assert labels(["linear1", "key"], owner) == [rows[1], "linear1.weight"]
-    place = select_weights(owner, "key")[0]
+    selected = select_weights(owner, "key")[0]
     weight = owner.self_attn.in_proj_weight
-    assert torch.equal(place.seen(weight), weight[4:8])
-    assert (place.rows, place.transposed) == (range(4, 8), False)
-    assert place.parameter_name == "self_attn.in_proj_weight"
-    assert place.roles == {"key"}
+    assert torch.equal(selected.seen(weight), weight[4:8])
+    assert (selected.rows, selected.transposed) == (range(4, 8), False)
+    assert selected.parameter_name == "self_attn.in_proj_weight"
+    assert selected.roles == {"key"}
 
 
 def test_the_models_own_weight_has_no_path():
@@ -73,10 +73,10 @@ def test_the_models_own_weight_has_no_path():
     assert labels("0", nn.Sequential(linear)) == ["0.weight"]
 
 
-def test_a_weight_that_is_computed_is_a_place_without_a_parameter():
+def test_a_weight_that_is_computed_has_no_parameter():
     owner = nn.Sequential(parametrizations.orthogonal(nn.Linear(3, 3)), nn.Linear(3, 3))
-    places = select_weights(owner, nn.Linear)
-    is_computed = {place.label: place.parameter is None for place in places}
+    weights = select_weights(owner, nn.Linear)
+    is_computed = {selected.label: selected.parameter is None for selected in weights}
     assert is_computed == {"0.weight": True, "1.weight": False}
 
 

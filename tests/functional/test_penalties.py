@@ -83,8 +83,8 @@ def test_stacks_of_all_kinds_have_the_values_and_gradients_of_each(
     stacks = mixed()
     options = {"squared": squared, "side": side, "gram_dtype": None}
     actual = list(gram_penalties(stacks, **options))
-    places = [place for some, _ in actual for place in some]
-    assert sorted(places) == list(range(len(stacks)))
+    stack_indices = [stack_index for some, _ in actual for stack_index in some]
+    assert sorted(stack_indices) == list(range(len(stacks)))
     assert (max(len(some) for some, _ in actual) == 1) == (entries == 1)
     factors = torch.rand(len(stacks)).double() + 0.5
     loss = sum((values.double() * factors[some]).sum() for some, values in actual)
@@ -92,7 +92,7 @@ def test_stacks_of_all_kinds_have_the_values_and_gradients_of_each(
         [slow_gram(torch.cat([w.double() for w in stack]), squared, side) for stack in stacks]
     )
     values = torch.cat([values.double() for _, values in actual])
-    torch.testing.assert_close(values, expected[places], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(values, expected[stack_indices], rtol=1e-6, atol=1e-5)
     leaves = [weight for stack in stacks for weight in stack if weight.requires_grad]
     slopes = torch.autograd.grad((expected * factors).sum(), leaves)
     for leaf, one, other in zip(leaves, torch.autograd.grad(loss, leaves), slopes, strict=True):

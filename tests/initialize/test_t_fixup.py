@@ -327,8 +327,8 @@ def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(t
     report = t_fixup_(loaded)
     moved = float((query.detach() - before).norm() / before.norm())
     assert moved > 0.1
-    place = "encoder.layer.0.attention.self.query.weight"
-    (row,) = (row for row in report.rows if row.name == place)
+    name = "encoder.layer.0.attention.self.query.weight"
+    (row,) = (row for row in report.rows if row.name == name)
     assert row.moved == pytest.approx(moved, rel=1e-5)
     (line,) = caplog.records
     assert "moved by" in line.getMessage()

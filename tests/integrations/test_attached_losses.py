@@ -100,7 +100,7 @@ def classes(number, row):
 
 def tokens(number, row):
     """The row's own tokens, of which some are left out: not as many in each row."""
-    return [-100 if place < number % 3 else token for place, token in enumerate(row)]
+    return [-100 if position < number % 3 else token for position, token in enumerate(row)]
 
 
 def numbers(number, row):

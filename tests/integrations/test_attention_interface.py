@@ -277,7 +277,7 @@ def test_the_penalty_sees_the_affinities(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         ({"output_attentions": True}, "attention weights, which are never made"),
         ({"softcap": 30.0}, "a cap on the logits"),
@@ -285,9 +285,9 @@ def test_the_penalty_sees_the_affinities(name):
         ({"cache": object()}, "a paged cache"),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused(name, call, says):
+def test_what_the_kernels_cannot_do_is_refused(name, call, message):
     ids, mask = padded()
-    with pytest.raises(ConfigError, match=f"LlamaAttention.*\n.*{says}"):
+    with pytest.raises(ConfigError, match=f"LlamaAttention.*\n.*{message}"):
         model_of("llama", name)(ids, attention_mask=mask, **call)
 
 

@@ -150,9 +150,9 @@ def test_batches_take_the_worst_and_report_it():
     out = torch.empty_like(points)
     taken = rotate(points, steps, out=out, tolerance=TOLERANCE)
     assert taken.drift == pytest.approx(0.1**4 / 4, rel=1e-9)
-    for place, angle in enumerate((0.01, 0.1, 0.05)):
-        assert float(out[place, 1, 0]) == pytest.approx(angle, rel=1e-9)
-        assert float(out[place, 0, 0]) == pytest.approx(1 - angle**2 / 2, rel=1e-6)
+    for index, angle in enumerate((0.01, 0.1, 0.05)):
+        assert float(out[index, 1, 0]) == pytest.approx(angle, rel=1e-9)
+        assert float(out[index, 0, 0]) == pytest.approx(1 - angle**2 / 2, rel=1e-6)
     sizes = torch.tensor([1.1, 1.4, 1.2], dtype=torch.float64).sqrt()
     tall = sizes[:, None, None] * torch.eye(4, 2).double()
     assert retract_(tall).size == pytest.approx(0.4, rel=1e-9)

@@ -76,10 +76,10 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
             # one exchange of weights, and two sums: of squared norms, and of numbers
             assert mine["more"] == 3
             assert any(name.endswith("query/update") for name in mine["rows"][0])
-            for row_here, known in zip(mine["rows"], alone["rows"], strict=True):
-                assert row_here == pytest.approx(known, rel=1e-9, abs=1e-12)
-            for row_here, known in zip(mine["measure"], alone["measure"], strict=True):
-                assert row_here == [{name: close(row[name]) for name in row} for row in known]
+            for row_here, row_alone in zip(mine["rows"], alone["rows"], strict=True):
+                assert row_here == pytest.approx(row_alone, rel=1e-9, abs=1e-12)
+            for row_here, row_alone in zip(mine["measure"], alone["measure"], strict=True):
+                assert row_here == [{name: close(row[name]) for name in row} for row in row_alone]
 
 
 def close(value):

@@ -103,7 +103,7 @@ def test_cross_attention_and_deep_models_have_their_curves():
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     deep, _ = trained(nn.TransformerEncoder(layer, 21, enable_nested_tensor=False), steps=1)
     named = [text.get_text() for text in deep.plot().legends[1].get_texts()]
-    assert named == [f"encoder {place}" for place in (0, 5, 10, 15, 20)]
+    assert named == [f"encoder {depth}" for depth in (0, 5, 10, 15, 20)]
 
 
 def test_numbers_that_are_not_finite_are_gaps():

@@ -91,9 +91,9 @@ MISFITS = [
         for labels in (IDS[:, :3], IDS[0], IDS.float(), 13 + IDS)
     ),
     *(
-        (f"{family} sequence_classification", {"input_ids": IDS, "labels": labels}, says)
+        (f"{family} sequence_classification", {"input_ids": IDS, "labels": labels}, message)
         for family in ("wellposed", "transject")
-        for labels, says in {
+        for labels, message in {
             torch.tensor([0, 2]): r"class 2 at row 1; expected classes in \[0, 2\)",
             torch.tensor([-1, 0]): "class -1 at row 0",
             torch.tensor([0, 1, 2]): r"shape \(3,\); expected \(2,\), or \(2, 2\)",

@@ -288,12 +288,12 @@ def test_twelve_blocks_are_inverted():
 
 def saved_bytes(stack, x, *, plain):
     """Bytes of all distinct tensors, parameters aside, that the graph keeps for backward."""
-    known = {parameter.data_ptr() for parameter in stack.parameters()}
+    parameter_pointers = {parameter.data_ptr() for parameter in stack.parameters()}
     storages = {}
 
     def record(tensor):
         pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in known:
+        if pointer not in parameter_pointers:
             storages[pointer] = tensor.untyped_storage().nbytes()
         return tensor
 

@@ -97,11 +97,11 @@ def test_the_scale_under_a_finished_mask_is_the_one_for_what_is_known_of_it():
     layer = L2SelfAttention(4, 2, contractive=0.9, norm=2, max_tokens=64, bias=False)
     x = torch.randn(1, 64, 4)
     every = torch.ones(1, 1, 64, 64, dtype=torch.bool)
-    known = layer(x, key_padding_mask=AttentionMask(every, False, "full"))
-    unknown = layer(x, key_padding_mask=AttentionMask(every, False))
-    assert_close(known, layer(x))
+    described = layer(x, key_padding_mask=AttentionMask(every, False, "full"))
+    undescribed = layer(x, key_padding_mask=AttentionMask(every, False))
+    assert_close(described, layer(x))
     ratio = l2_constants(64, mask="full").bracket(2) / l2_constants(64).bracket(2)
-    assert_close(unknown, ratio * known, rtol=1e-4, atol=0)
+    assert_close(undescribed, ratio * described, rtol=1e-4, atol=0)
 
 
 def test_the_bound_carries_gradient_in_training():

@@ -235,7 +235,7 @@ def test_certify_refuses_it_by_name(part):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "says"),
+    ("call", "error", "message"),
     [
         (lambda: tiny(WellposedForCausalLM, **PARTS, qk_norm=True), ConfigError, "norm 1 already"),
         (lambda: wn.NGPTAttention(6, 2), ShapeError, "heads of width 3; expected an even width"),
@@ -243,8 +243,8 @@ def test_certify_refuses_it_by_name(part):
         (lambda: ngpt(0.0), ConfigError, "alpha = 0.0, expected a finite number > 0"),
     ],
 )
-def test_mistakes_are_refused_by_name(call, error, says):
-    with pytest.raises(error, match=says):
+def test_mistakes_are_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
         call()
 
 

@@ -172,8 +172,8 @@ def test_max_min_wants_pairs():
 @pytest.mark.parametrize("kind", BUILT)
 def test_a_misspelt_keyword_is_told_the_nearest(kind):
     *_, last = inspect.signature(kind).parameters
-    known = "nearest: " if last == "options" else f"nearest: .*{last}"
-    with pytest.raises(ConfigError, match=f"keyword of {kind.__name__} '{last}z'; {known}"):
+    nearest = "nearest: " if last == "options" else f"nearest: .*{last}"
+    with pytest.raises(ConfigError, match=f"keyword of {kind.__name__} '{last}z'; {nearest}"):
         kind(**{**BUILT[kind], f"{last}z": 1})
 
 

@@ -112,10 +112,10 @@ ADAPTED = {  # of a model with adapters, which are penalised
 }  # fmt: skip
 
 
-def outcome(of):
+def outcome(penalty):
     try:
         with torch.no_grad():
-            return float(of())
+            return float(penalty())
     except (ConfigError, RoleNotFoundError, ShapeError) as error:
         return str(error)
 

@@ -48,8 +48,8 @@ def test_a_padded_sequence_of_a_family_costs_what_it_costs_alone(family, impleme
     penalty = OrthogonalityPenalty(model, affinity=1.0)
     real = real_tokens(left)
     ids = torch.randint(3, 30, (1, TOKENS))
-    place = torch.where(real, real.cumsum(0) - 1, 0)[None]
-    positions = {} if family == "opt" else {"position_ids": place}
+    position_ids = torch.where(real, real.cumsum(0) - 1, 0)[None]
+    positions = {} if family == "opt" else {"position_ids": position_ids}
 
     def cost(chosen):
         named = {name: value[:, chosen] for name, value in positions.items()}

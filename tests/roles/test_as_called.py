@@ -244,9 +244,9 @@ def rows_and_columns(linear):
 class Case:
     """A model with one changed layer, and the matrix that this layer computes."""
 
-    def __init__(self, place, wrap):
+    def __init__(self, site, wrap):
         torch.manual_seed(0)
-        make, self.path, self.role = PLACES[place]
+        make, self.path, self.role = PLACES[site]
         self.model, self.batch = make()
         self.model = self.model.double().eval()
         around, _, name = self.path.rpartition(".")
@@ -257,7 +257,7 @@ class Case:
             self.stored = self.stored.T
         self.model.get_submodule(around).add_module(name, wrap(plain))
         self.layer = self.model.get_submodule(self.path).eval()
-        self.is_fused = place == "gpt2"
+        self.is_fused = site == "gpt2"
 
     def of_role(self, matrix):
         return matrix[: self.rows // 3] if self.is_fused else matrix
@@ -297,22 +297,22 @@ def squared(matrix, role):
 
 
 def cases(kinds, of_linear=()):
-    for place in PLACES:
-        names = [*kinds, *(() if place.startswith("gpt2") else of_linear)]
+    for site in PLACES:
+        names = [*kinds, *(() if site.startswith("gpt2") else of_linear)]
         for name in names:
             wrap = {**kinds, **dict(of_linear)}[name]
-            slow = [] if place in FAST else pytest.mark.slow
-            yield pytest.param(place, wrap, id=f"{place}-{name}", marks=slow)
+            slow = [] if site in FAST else pytest.mark.slow
+            yield pytest.param(site, wrap, id=f"{site}-{name}", marks=slow)
 
 
-computed_cases = pytest.mark.parametrize(("place", "wrap"), [*cases(COMPUTED, OF_LINEAR)])
-named_cases = pytest.mark.parametrize(("place", "wrap"), [*cases(NAMED)])
-innocent_cases = pytest.mark.parametrize(("place", "wrap"), [*cases(INNOCENT)])
+computed_cases = pytest.mark.parametrize(("site", "wrap"), [*cases(COMPUTED, OF_LINEAR)])
+named_cases = pytest.mark.parametrize(("site", "wrap"), [*cases(NAMED)])
+innocent_cases = pytest.mark.parametrize(("site", "wrap"), [*cases(INNOCENT)])
 
 
 @computed_cases
-def test_a_linear_layer_is_measured_and_penalised_as_it_computes(place, wrap, caplog):
-    case = Case(place, wrap)
+def test_a_linear_layer_is_measured_and_penalised_as_it_computes(site, wrap, caplog):
+    case = Case(site, wrap)
     expected = case.computed()
     largest = torch.linalg.matrix_norm(expected, 2).item()
     measured = wp.measure(case.model, case.batch)
@@ -331,15 +331,15 @@ def test_a_linear_layer_is_measured_and_penalised_as_it_computes(place, wrap, ca
     assert case.term(penalty.terms()) == pytest.approx(expected_term, rel=1e-6)
 
 
-@pytest.mark.parametrize(("place", "wrap"), [*cases(COMPUTED, OF_LINEAR), *cases(NAMED)])
-def test_no_verb_that_writes_weights_writes_them(place, wrap):
-    case = Case(place, wrap)
+@pytest.mark.parametrize(("site", "wrap"), [*cases(COMPUTED, OF_LINEAR), *cases(NAMED)])
+def test_no_verb_that_writes_weights_writes_them(site, wrap):
+    case = Case(site, wrap)
     pattern = rf"(?s)cannot keep.*{case.path}"
     before = {name: value.clone() for name, value in case.model.state_dict().items()}
     for options in ({"to": "orthogonal"}, {"to": "spectral"}, {"to": "columns"}):
         with pytest.raises(ConfigError, match=pattern):
             case.constrained(**options)
-    if place.startswith("own"):
+    if site.startswith("own"):
         with pytest.raises(ConfigError, match=rf"(?s)drawn.*{case.path}"):
             wp.t_fixup_(case.model, batch=case.batch)
     after = case.model.state_dict()
@@ -347,8 +347,8 @@ def test_no_verb_that_writes_weights_writes_them(place, wrap):
 
 
 @named_cases
-def test_a_layer_that_is_not_linear_is_named(place, wrap, caplog):
-    case = Case(place, wrap)
+def test_a_layer_that_is_not_linear_is_named(site, wrap, caplog):
+    case = Case(site, wrap)
     measured = wp.measure(case.model, case.batch)
     (note,) = (note for note in measured.notes if note.startswith(f"{case.path} ("))
     assert "not what it computes" in note
@@ -362,8 +362,8 @@ def test_a_layer_that_is_not_linear_is_named(place, wrap, caplog):
 
 
 @innocent_cases
-def test_a_hook_that_observes_changes_nothing(place, wrap, caplog):
-    case = Case(place, wrap)
+def test_a_hook_that_observes_changes_nothing(site, wrap, caplog):
+    case = Case(site, wrap)
     largest = torch.linalg.matrix_norm(case.of_role(case.stored), 2).item()
     measured = wp.measure(case.model, case.batch)
     assert case.row(measured.rows)["sigma_max"] == pytest.approx(largest, rel=1e-5)
@@ -397,10 +397,10 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("place", ["own query", "bert", "gpt2"])
+@pytest.mark.parametrize("site", ["own query", "bert", "gpt2"])
 @pytest.mark.parametrize("change", LATER)
-def test_a_change_after_a_verb_was_attached_shows_at_its_next_look(place, change, caplog):
-    case = Case(place, lambda linear: linear)
+def test_a_change_after_a_verb_was_attached_shows_at_its_next_look(site, change, caplog):
+    case = Case(site, lambda linear: linear)
     roles = wp.find_roles(case.model, case.batch)
     monitor = wp.Monitor(case.model, every=1, vitals=False, batch=case.batch)
     penalty = case.penalty()

@@ -14,9 +14,9 @@ def layer_one(roles, entry):
     return {weight.role: weight for weight in inside}
 
 
-def agrees(view, known):
+def agrees(view, entry_weight):
     assert (view.parameter_name, view.shape, view.rows, view.transposed) == (
-        known.parameter, known.shape, known.rows, known.transposed,
+        entry_weight.parameter, entry_weight.shape, entry_weight.rows, entry_weight.transposed,
     )  # fmt: skip
 
 
@@ -27,10 +27,10 @@ def test_each_role_is_the_weight_a_reader_of_the_code_would_name(name):
     roles = find_roles(model)
     assert (len(roles.attention), len(roles.feedforward), len(roles.embeddings)) == entry.counts
     weights = layer_one(roles, entry)
-    assert set(weights) == set(entry.known)
-    for role, known in entry.known.items():
-        agrees(weights[role].view, known)
-        assert weights[role].view.tensor().shape == known.shape
+    assert set(weights) == set(entry.weights)
+    for role, entry_weight in entry.weights.items():
+        agrees(weights[role].view, entry_weight)
+        assert weights[role].view.tensor().shape == entry_weight.shape
     for part in roles.attention:
         sizes = part.num_heads, part.num_key_value_heads, part.head_dim
         assert sizes == (HEADS, entry.key_value_heads, D // HEADS)
@@ -40,8 +40,8 @@ def test_each_role_is_the_weight_a_reader_of_the_code_would_name(name):
     if entry.cross:
         (part,) = [part for part in crossing if part.layer == 1]
         assert part.stack == "decoder"
-        for role, known in entry.cross.items():
-            agrees(getattr(part, role), known)
+        for role, entry_weight in entry.cross.items():
+            agrees(getattr(part, role), entry_weight)
 
 
 def test_causal_models_of_ours_are_decoders():

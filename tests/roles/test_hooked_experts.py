@@ -37,12 +37,12 @@ def mixtral():
 def test_what_may_change_experts_in_a_stack_is_named(edit, run):
     model = mixtral()
     roles = find_roles(model)
-    change, says = EXPERTS[edit]
+    change, message = EXPERTS[edit]
     change(model.layers[0].mlp.experts)
     notes = (find_roles(model) if run else current_roles(model, roles)).notes
     named = [note for note in notes if note.startswith("layers.0.mlp.experts (MixtralExperts): ")]
-    assert len(named) == (says is not None)
-    assert all(says in note and "not tried" in note for note in named)
+    assert len(named) == (message is not None)
+    assert all(message in note and "not tried" in note for note in named)
 
 
 VERBS = {
@@ -73,11 +73,11 @@ def test_what_comes_on_experts_in_a_stack_later_is_named_once(verb, edit, caplog
     ids = torch.randint(0, 30, (1, 5))
     watcher = VERBS[verb](model, optimizer)
     look(verb, watcher, model, ids)
-    change, says = EXPERTS[edit]
+    change, message = EXPERTS[edit]
     change(model.layers[0].mlp.experts)
     caplog.clear()
     for _ in range(2):
         look(verb, watcher, model, ids)
     named = [text for text in caplog.messages if text.startswith("layers.0.mlp.experts (MixtralE")]
-    assert len(named) == (says is not None)
-    assert all(says in text and "not tried" in text for text in named)
+    assert len(named) == (message is not None)
+    assert all(message in text and "not tried" in text for text in named)

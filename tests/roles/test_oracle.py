@@ -75,14 +75,16 @@ def check(model, run, monkeypatch):
     assert len(before) >= len(roles.attention) > 0
     for part in roles.attention:
         called = set()
-        for role, place in PARTS.items():
+        for role, argument in PARTS.items():
             view = getattr(part, role)
             for head, spans in enumerate(part.heads[role]):
                 number, moved = first_moved(before, watched.pass_(view, rows_of(spans)[0])[0])
                 called.add(number)
-                count = before[number][place].shape[1 if before[number][place].ndim == 4 else 0]
+                count = before[number][argument].shape[
+                    1 if before[number][argument].ndim == 4 else 0
+                ]
                 share = count // len(part.heads[role])
-                assert moved == {place: set(range(head * share, (head + 1) * share))}, view.label
+                assert moved == {argument: set(range(head * share, (head + 1) * share))}, view.label
         assert len(called) == 1, part.path
     for network in roles.feedforward:
         if network.down.expert is not None or network.down.owner not in reads:

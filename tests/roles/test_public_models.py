@@ -54,7 +54,7 @@ WAYS = {"by name": {}, "by pass": {"batch": TOKENS}}
 
 def is_refused_elsewhere(style, verb, way):
     """Say what the papers or a check without an input refuse, with any names."""
-    if "fixup" in verb and "feedforward_gate" in style.known:
+    if "fixup" in verb and "feedforward_gate" in style.labels:
         return "a gated feed-forward network"
     return (
         "give batch=, the input of the model" if verb == "constrain_ logits" and not way else None
@@ -75,7 +75,7 @@ def test_names_and_a_pass_give_the_roles_of_a_style(name, way):
         labels = {
             weight.role: weight.view.label for weight in roles.weights() if weight.layer == layer
         }
-        assert labels == {role: f"layers.{layer}.{label}" for role, label in style.known.items()}
+        assert labels == {role: f"layers.{layer}.{label}" for role, label in style.labels.items()}
     assert [part.num_heads for part in roles.attention] == [HEADS] * 2
     assert [part.num_key_value_heads for part in roles.attention] == [style.key_value_heads] * 2
     assert (len(roles.feedforward), roles.by_pass) == (2, way == "by pass")

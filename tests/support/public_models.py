@@ -263,7 +263,7 @@ class PublicStyle:
 
     attention: Callable[[], nn.Module]
     network: Callable[[], nn.Module]
-    known: dict[str, str]
+    labels: dict[str, str]
     key_value_heads: int = HEADS
 
     def build(self):
@@ -320,7 +320,7 @@ STYLES = {
     "head": PublicStyle(HeadAttention, TimmMlp, {**_PLAIN, **_two("fc1.weight", "fc2.weight")}),
 }  # fmt: skip
 """Styles whose roles are found by names and by a pass."""
-UNCOUNTED = PublicStyle(UncountedAttention, TimmMlp, STYLES["head"].known)
+UNCOUNTED = PublicStyle(UncountedAttention, TimmMlp, STYLES["head"].labels)
 """Names tell the roles, but not the number of heads."""
 STRANGE = PublicStyle(
     StrangeAttention, StrangeFeedForward,

@@ -21,7 +21,7 @@ for name, size in (("layers", 2), ("attention_heads", HEADS), ("ffn_dim", F)):
 
 
 @dataclass(frozen=True)
-class Known:
+class StoredWeight:
     """A weight of layer 1: parameter, rows (None: all), transposed in storage, shape out x in."""
 
     parameter: str
@@ -35,12 +35,12 @@ class Entry:
     """One family: how to build it, what its layer 1 holds, and how often each part occurs."""
 
     build: Callable[[], nn.Module]
-    known: dict[str, Known]
+    weights: dict[str, StoredWeight]
     stack: str
     counts: tuple[int, int, int]  # attention, feed-forward, embeddings
     run: Callable[[nn.Module], Tensor]
     key_value_heads: int = HEADS
-    cross: dict[str, Known] = field(default_factory=dict)
+    cross: dict[str, StoredWeight] = field(default_factory=dict)
 
 
 class TimmAttention(nn.Module):
@@ -118,24 +118,24 @@ def pairs(model):
 
 def linear(pattern, attention, up, down, gate=None):
     names = dict(zip(("query", "key", "value", "output"), attention, strict=True))
-    known = {role: Known(pattern.format(f"{name}.weight")) for role, name in names.items()}
-    known["feedforward_in"] = Known(pattern.format(f"{up}.weight"), (F, D))
-    known["feedforward_out"] = Known(pattern.format(f"{down}.weight"), (D, F))
+    weights = {role: StoredWeight(pattern.format(f"{name}.weight")) for role, name in names.items()}
+    weights["feedforward_in"] = StoredWeight(pattern.format(f"{up}.weight"), (F, D))
+    weights["feedforward_out"] = StoredWeight(pattern.format(f"{down}.weight"), (D, F))
     if gate:
-        known["feedforward_gate"] = Known(pattern.format(f"{gate}.weight"), (F, D))
-    return known
+        weights["feedforward_gate"] = StoredWeight(pattern.format(f"{gate}.weight"), (F, D))
+    return weights
 
 
-def grouped(known):
-    half = {role: Known(known[role].parameter, (D // 2, D)) for role in ("key", "value")}
-    return known | half
+def grouped(weights):
+    half = {role: StoredWeight(weights[role].parameter, (D // 2, D)) for role in ("key", "value")}
+    return weights | half
 
 
 def fused(parameter, output, transposed=False):
-    known = {"output": Known(output, transposed=transposed)}
+    weights = {"output": StoredWeight(output, transposed=transposed)}
     for i, role in enumerate(("query", "key", "value")):
-        known[role] = Known(parameter, (D, D), (i * D, (i + 1) * D), transposed)
-    return known
+        weights[role] = StoredWeight(parameter, (D, D), (i * D, (i + 1) * D), transposed)
+    return weights
 
 
 BERT_PARTS = ("self.query", "self.key", "self.value", "output.dense")
@@ -148,8 +148,8 @@ BART_NAMES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out"))
 DISTILBERT_NAMES = tuple(f"attention.{name}_lin" for name in ("q", "k", "v", "out"))
 OURS_NAMES = tuple(f"attention.{name}_proj" for name in "qkvo")
 TORCH_FF = {
-    "feedforward_in": Known("layers.1.linear1.weight", (F, D)),
-    "feedforward_out": Known("layers.1.linear2.weight", (D, F)),
+    "feedforward_in": StoredWeight("layers.1.linear1.weight", (F, D)),
+    "feedforward_out": StoredWeight("layers.1.linear2.weight", (D, F)),
 }
 
 
@@ -170,7 +170,10 @@ def gpt2():
 
 def bart_cross(pattern):
     names = zip(("query", "key", "value", "output"), ("q", "k", "v", "out"), strict=True)
-    return {role: Known(pattern.format(f"encoder_attn.{name}_proj.weight")) for role, name in names}
+    return {
+        role: StoredWeight(pattern.format(f"encoder_attn.{name}_proj.weight"))
+        for role, name in names
+    }
 
 
 def encoder_layer():
@@ -189,8 +192,8 @@ ZOO = {
     "gpt2": Entry(
         gpt2,
         fused("h.1.attn.c_attn.weight", "h.1.attn.c_proj.weight", transposed=True) | {
-            "feedforward_in": Known("h.1.mlp.c_fc.weight", (F, D), transposed=True),
-            "feedforward_out": Known("h.1.mlp.c_proj.weight", (D, F), transposed=True),
+            "feedforward_in": StoredWeight("h.1.mlp.c_fc.weight", (F, D), transposed=True),
+            "feedforward_out": StoredWeight("h.1.mlp.c_proj.weight", (D, F), transposed=True),
         },
         "decoder", (2, 2, 2), tokens,
     ),
@@ -200,13 +203,13 @@ ZOO = {
     "phi3": Entry(
         lambda: hf.Phi3Model(hf.Phi3Config(num_key_value_heads=2, **PLAIN, **SPECIAL)),
         {
-            "query": Known("layers.1.self_attn.qkv_proj.weight", (16, D), (0, 16)),
-            "key": Known("layers.1.self_attn.qkv_proj.weight", (8, D), (16, 24)),
-            "value": Known("layers.1.self_attn.qkv_proj.weight", (8, D), (24, 32)),
-            "output": Known("layers.1.self_attn.o_proj.weight"),
-            "feedforward_gate": Known("layers.1.mlp.gate_up_proj.weight", (F, D), (0, F)),
-            "feedforward_in": Known("layers.1.mlp.gate_up_proj.weight", (F, D), (F, 2 * F)),
-            "feedforward_out": Known("layers.1.mlp.down_proj.weight", (D, F)),
+            "query": StoredWeight("layers.1.self_attn.qkv_proj.weight", (16, D), (0, 16)),
+            "key": StoredWeight("layers.1.self_attn.qkv_proj.weight", (8, D), (16, 24)),
+            "value": StoredWeight("layers.1.self_attn.qkv_proj.weight", (8, D), (24, 32)),
+            "output": StoredWeight("layers.1.self_attn.o_proj.weight"),
+            "feedforward_gate": StoredWeight("layers.1.mlp.gate_up_proj.weight", (F, D), (0, F)),
+            "feedforward_in": StoredWeight("layers.1.mlp.gate_up_proj.weight", (F, D), (F, 2 * F)),
+            "feedforward_out": StoredWeight("layers.1.mlp.down_proj.weight", (D, F)),
         },
         "decoder", (2, 2, 1), tokens, 2,
     ),
@@ -214,7 +217,7 @@ ZOO = {
         t5, linear("encoder.block.1.{}", T5_NAMES, "layer.1.DenseReluDense.wi", "layer.1.DenseReluDense.wo"),
         "encoder", (6, 4, 1), tokens,
         cross={
-            role: Known(f"decoder.block.1.layer.1.EncDecAttention.{name}.weight")
+            role: StoredWeight(f"decoder.block.1.layer.1.EncDecAttention.{name}.weight")
             for role, name in zip(("query", "key", "value", "output"), "qkvo", strict=True)
         },
     ),
@@ -233,8 +236,8 @@ ZOO = {
     ),
     "timm look-alike": Entry(
         TimmVit, fused("blocks.1.attn.qkv.weight", "blocks.1.attn.proj.weight") | {
-            "feedforward_in": Known("blocks.1.mlp.fc1.weight", (F, D)),
-            "feedforward_out": Known("blocks.1.mlp.fc2.weight", (D, F)),
+            "feedforward_in": StoredWeight("blocks.1.mlp.fc1.weight", (F, D)),
+            "feedforward_out": StoredWeight("blocks.1.mlp.fc2.weight", (D, F)),
         },
         "encoder", (2, 2, 1), vectors,
     ),

@@ -70,10 +70,10 @@ def padded(rows, pad, multiple, side="right"):
     length = -(-longest // multiple) * multiple
     ids = torch.full((len(rows), length), pad)
     mask = torch.zeros(len(rows), length).long()
-    for place, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         part = slice(len(row)) if side == "right" else slice(length - len(row), length)
-        ids[place, part] = torch.tensor(row)
-        mask[place, part] = 1
+        ids[row_index, part] = torch.tensor(row)
+        mask[row_index, part] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
 

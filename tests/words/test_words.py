@@ -77,8 +77,8 @@ def clear(certificate, count, tokens):
     accepted = []
     for number in range(count):
         best = certificate.reader.along(number % 3).sum(1).argsort()
-        places = torch.randint(0, 2, (tokens,), generator=generator)
-        text = best[places].tolist()
+        positions = torch.randint(0, 2, (tokens,), generator=generator)
+        text = best[positions].tolist()
         text[0] = int(best[-1]) if number % 2 else text[0]
         accepted.append(text)
     return accepted
@@ -92,11 +92,11 @@ def drawn(count, tokens=4, first=2):
 def replaced(text, k, vocabulary=()):
     """Return every text with any k words replaced by any of the vocabulary."""
     others = []
-    for places in itertools.combinations(range(len(text)), k):
+    for positions in itertools.combinations(range(len(text)), k):
         for words in itertools.product(vocabulary or range(8), repeat=k):
             other = list(text)
-            for place, word in zip(places, words, strict=True):
-                other[place] = word
+            for position, word in zip(positions, words, strict=True):
+                other[position] = word
             others.append(other)
     return others
 
@@ -189,7 +189,7 @@ TWO = ["a b", "b"]
 
 
 @pytest.mark.parametrize(
-    ("texts", "labels", "asked", "error", "says"),
+    ("texts", "labels", "asked", "error", "message"),
     [
         (TWO, [0], {}, DataError, "2 texts with 1 labels"),
         ([], [], {}, DataError, "0 texts"),
@@ -203,13 +203,13 @@ TWO = ["a b", "b"]
         (TWO, [0, 1], {"replaced": {"words": 1}}, ConfigError, r"\['words'\] words"),
     ],
 )
-def test_bad_texts_labels_and_numbers_are_refused(texts, labels, asked, error, says):
-    with pytest.raises(error, match=says):
+def test_bad_texts_labels_and_numbers_are_refused(texts, labels, asked, error, message):
+    with pytest.raises(error, match=message):
         certificate_of(blocks=0).accuracy(texts, labels, **asked)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"norm": "post"}, NotLipschitzError, "LayerNorm|PostNorm"),
         ({"attention": "dot_product"}, NotLipschitzError, "no bound of DotProductAttention"),
@@ -217,8 +217,8 @@ def test_bad_texts_labels_and_numbers_are_refused(texts, labels, asked, error, s
         ({"problem_type": "multi_label_classification"}, ConfigError, "choose one label"),
     ],
 )
-def test_other_models_are_refused_with_the_reason(options, error, says):
-    with pytest.raises(error, match=says):
+def test_other_models_are_refused_with_the_reason(options, error, message):
+    with pytest.raises(error, match=message):
         certificate_of(**options)
 
 
@@ -233,7 +233,7 @@ def test_a_model_without_a_bound_is_attacked_alone():
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "says"),
+    ("tokenizer", "message"),
     [
         (lambda: byte_level_bpe(["a b"]), "BPE with ByteLevel"),
         (lambda: framed_words(["oil"]), "2 special tokens around"),
@@ -245,8 +245,8 @@ def test_a_model_without_a_bound_is_attacked_alone():
         (lambda: tokenizer_of((*WORDS, "new")), "9 tokens and the model's embedding 8 rows"),
     ],
 )
-def test_other_tokenizers_are_refused(tokenizer, says):
-    with pytest.raises(ConfigError, match=says):
+def test_other_tokenizers_are_refused(tokenizer, message):
+    with pytest.raises(ConfigError, match=message):
         WordCertificate(model_of(0), tokenizer(), max_length=9)
 
 

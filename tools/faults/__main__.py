@@ -51,8 +51,8 @@ def main(words: list[str] | None = None) -> int:
     import_everything()
     recorded = json.loads(options.rows.read_text()) if options.rows.is_file() else {}
     faults = 0
-    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as place:
-        toys = write_data(Path(place))
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
+        toys = write_data(Path(folder))
         for name in options.families:
             _, family, usual = FAMILIES[name]
             count = options.count or usual

@@ -51,8 +51,8 @@ Damage = Callable[[bytes, random.Random], bytes | None]
 
 
 def _flip(data: bytes, draw: random.Random) -> bytes | None:
-    place = draw.randrange(max(1, len(data)))
-    return data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :]
+    offset = draw.randrange(max(1, len(data)))
+    return data[:offset] + bytes([data[offset] ^ (1 << draw.randrange(8))]) + data[offset + 1 :]
 
 
 def _zeroed(data: bytes, draw: random.Random) -> bytes:
@@ -61,8 +61,8 @@ def _zeroed(data: bytes, draw: random.Random) -> bytes:
 
 
 def _spliced(piece: bytes, data: bytes, draw: random.Random) -> bytes:
-    place = draw.randrange(len(data) + 1)
-    return data[:place] + piece + data[place:]
+    offset = draw.randrange(len(data) + 1)
+    return data[:offset] + piece + data[offset:]
 
 
 def odd_value(data: bytes, draw: random.Random) -> bytes | None:
@@ -113,11 +113,12 @@ DAMAGES: dict[str, Damage] = {
 
 def damage(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     """Damage ``count`` files of finished and unfinished folders and run every reader of each."""
-    finished, compared = toys.finished("classifier"), toys.finished("compare")
-    place = toys.root / "damaged" / "it"
-    reading = toys.reading(place)
+    finished = toys.finished("classifier")
+    compared = toys.finished("compare")
+    target = toys.root / "damaged" / "it"
+    reading = toys.reading(target)
     unfinished = {"resume": reading["resume"]}
-    several = {"report": reading["report"], "compare": toys.compare(place)}
+    several = {"report": reading["report"], "compare": toys.compare(target)}
     for what, folder, share, readers, prepare in (
         ("a finished run", finished, 0.6, reading, lambda _: None),
         ("an unfinished run", finished, 0.25, unfinished, _unfinish),
@@ -125,32 +126,32 @@ def damage(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     ):
         row = Row(f"files of {what}", "damaged files")
         draw = random.Random(f"{seed}/{what}")
-        prepare(copied(folder, place))
+        prepare(copied(folder, target))
         skipped = (".lock", ".html", ".txt", ".svg")
         files = sorted(
-            str(path.relative_to(place))
-            for path in place.rglob("*")
+            str(path.relative_to(target))
+            for path in target.rglob("*")
             if path.is_file() and path.suffix not in skipped
         )
         expected = {}
         for verb, words in readers.items():
-            prepare(copied(folder, place))
-            _, expected[verb] = _answer(words, place, toys)
+            prepare(copied(folder, target))
+            _, expected[verb] = _answer(words, target, toys)
         for _ in range(round(count * share)):
             row.tried += 1
             file, name = draw.choice(files), draw.choice(list(DAMAGES))
             verb = draw.choice(list(readers))
-            prepare(copied(folder, place))
+            prepare(copied(folder, target))
             guarded = Path(file).name not in UNGUARDED and draw.random() < 0.6
             if not guarded:
-                for manifest in place.rglob("manifest.json"):
+                for manifest in target.rglob("manifest.json"):
                     manifest.unlink()
-            path = place / file
+            path = target / file
             if not path.exists():
                 continue
             changed = DAMAGES[name](path.read_bytes(), draw)
             path.unlink() if changed is None else path.write_bytes(changed)
-            after, left = _answer(readers[verb], place, toys)
+            after, left = _answer(readers[verb], target, toys)
             case = f"{what}: {file}, {name}, {'' if guarded else 'no manifests, '}{verb}"
             if kind := after.fault() or _judged(file, guarded, after, left == expected[verb]):
                 row.add(kind, case, after.output[-600:])
@@ -183,20 +184,22 @@ def _judged(file: str, guarded: bool, after: Answer, same: bool) -> str | None:
 
 def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     """Put odd values into data, model folders and behind every option of ``train``."""
-    draw, place, log = random.Random(seed), toys.root / "values", toys.root / "values.log"
-    place.mkdir(exist_ok=True)
+    draw = random.Random(seed)
+    target = toys.root / "values"
+    log = toys.root / "values.log"
+    target.mkdir(exist_ok=True)
     row = Row("cells of labelled data")
     for number in range(round(count * 0.4)):
-        path = place / f"train.{draw.choice(('jsonl', 'json', 'csv', 'tsv', 'parquet'))}"
+        path = target / f"train.{draw.choice(('jsonl', 'json', 'csv', 'tsv', 'parquet'))}"
         path.write_bytes(_table(path.suffix, draw))
         tokenizer = ["--tokenizer", draw.choice(TOKENIZERS)]
-        out = ["--out", str(place / f"run-{number}"), "--steps", "1"]
-        words = [*toys.classify(place), "--data", str(path), *tokenizer, *out]
+        out = ["--out", str(target / f"run-{number}"), "--steps", "1"]
+        words = [*toys.classify(target), "--data", str(path), *tokenizer, *out]
         row.meet(words, f"{path.name} {path.read_bytes()[:80]!r}", log)
     yield row
     row = Row("entries of a model's JSON files")
     for _ in range(round(count * 0.4)):
-        folder = copied(toys.finished("classifier"), place / "run")
+        folder = copied(toys.finished("classifier"), target / "run")
         for manifest in folder.rglob("manifest.json"):
             manifest.unlink()
         file = draw.choice(sorted((folder / "final").glob("*.json")))
@@ -210,7 +213,7 @@ def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     options = sorted(set(re.findall(r"--[a-z][\w.-]+", listed)) - {"--help", "--help-all"})
     for number in range(round(count * 0.2)):
         option, word = draw.choice(options), draw.choice(WORDS)
-        out = place / f"words-{number}"
+        out = target / f"words-{number}"
         words = [*toys.classify(out, "--steps", "1"), option, os.fsdecode(os.fsencode(word))]
         row.meet(words, f"{option} {word[:20]!r}", log)
     yield row

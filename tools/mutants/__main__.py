@@ -222,8 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source: Path = options.source
     files: dict[str, list[Path]] = {}
     for name in options.packages:
-        place = source / name.replace(".", "/")
-        files[name] = sorted(place.rglob("*.py")) or [place.with_suffix(".py")]
+        package = source / name.replace(".", "/")
+        files[name] = sorted(package.rglob("*.py")) or [package.with_suffix(".py")]
     listed = {
         name: [m for file in some for m in mutants(file, source)] for name, some in files.items()
     }

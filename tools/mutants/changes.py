@@ -37,27 +37,27 @@ UNMUTATED_FIELDS = {"annotation", "returns", "decorator_list", "type_params"}
 
 @dataclass(frozen=True, eq=False)
 class Mutant:
-    """One change: `other` in place of `node`, which is `place[key]`. Tests that run one of `lines`,
+    """One change: `other` in place of `node`, which is `parent[key]`. Tests that run one of `lines`,
     from the first to the last, can see it."""
 
     module: str
     file: Path
     tree: ast.Module
-    place: Any
+    parent: Any
     key: int | str
     node: Any
     other: ast.AST
     lines: tuple[int, int]
 
     def describe(self, source: Path) -> str:
-        """Return the place and the text of the change."""
-        place = f"{self.file.relative_to(source)}:{self.node.lineno}"
-        return f"{place} `{short(self.node)}` -> `{short(self.other)}`"
+        """Return the line and the text of the change."""
+        line = f"{self.file.relative_to(source)}:{self.node.lineno}"
+        return f"{line} `{short(self.node)}` -> `{short(self.other)}`"
 
     def apply(self) -> ast.Module:
         """Make the change in the tree, for good, and return the tree."""
         ast.copy_location(self.other, self.node)
-        self.place[self.key] = self.other
+        self.parent[self.key] = self.other
         return ast.fix_missing_locations(self.tree)
 
 
@@ -175,11 +175,11 @@ def mutants(file: Path, source: Path) -> list[Mutant]:
             function = node
         elif isinstance(node, ast.ClassDef):
             function, inside = None, node
-        for place, key, child in children(node):
+        for parent, key, child in children(node):
             within = child if isinstance(child, ast.stmt) else statement
             lines = seen_from(within, function, inside)
             for other in changed(child):
-                yield Mutant(module, file, tree, place, key, child, other, lines)
+                yield Mutant(module, file, tree, parent, key, child, other, lines)
             yield from visit(child, within, function, inside)
 
     return list(visit(tree, None, None, tree))

@@ -71,7 +71,7 @@ char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and
 
 
 @pytest.mark.parametrize(
-    ("saved", "says"),
+    ("saved", "expected"),
     [
         ("bad good", ""),
         ("good bad", "labels matched by name: bad, good"),
@@ -79,7 +79,7 @@ char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and
         ("LABEL_0 LABEL_1", "its labels have no names, taken as bad, good"),
     ],
 )
-def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says):
+def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, expected):
     """Each label of the data has the logit that the checkpoint gave the label of its name."""
     from wellposed_lab.training.start import start_model
 
@@ -91,7 +91,7 @@ def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says
     before.save_pretrained(folder)
     wanted = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
     start = start_model(folder, "sequence_classification", wanted)
-    assert (start.labels, start.model.config.id2label[1]) == (says, "good")
+    assert (start.labels, start.model.config.id2label[1]) == (expected, "good")
     ids = torch.tensor([[2, 5, 6, 3]])
     logits = [model.eval()(input_ids=ids).logits[0].tolist() for model in (before, start.model)]
     by_name = dict(zip(map(str.lower, names), logits[0], strict=True))
@@ -100,10 +100,10 @@ def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says
 
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_cannot_be_started_from_is_one_line(files, tmp_path, refused, cli):
-    words, says = refused.replace("FILES", str(files)).split(" | ")
+    words, reason = refused.replace("FILES", str(files)).split(" | ")
     steps = [] if "--steps" in words else ["--steps", "2"]
     message = cli("train", words, steps, "--quiet --out", [tmp_path / "run"], status=None).err
-    assert says in message.replace(":\n  ", " ")
+    assert reason in message.replace(":\n  ", " ")
     assert message.count("\n") == 1
     assert not (tmp_path / "run/config.toml").exists()
 

@@ -175,8 +175,8 @@ def test_an_installed_package_brings_its_names_by_entry_points(folder, tmp_path)
         typed("report", [tmp_path], "--out", [page]),
     ]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    known = "from wellposed.roles import FAMILIES; print(json.dumps(['mine' in FAMILIES, '']))"
-    run = partial(commands, calls, known, env={**os.environ, "PYTHONPATH": path})
+    program = "from wellposed.roles import FAMILIES; print(json.dumps(['mine' in FAMILIES, '']))"
+    run = partial(commands, calls, program, env={**os.environ, "PYTHONPATH": path})
     (family, text, ran, other, config, reported), _ = run()
     assert family[0]
     assert "mine       count words of mine" in text[1]

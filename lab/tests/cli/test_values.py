@@ -42,12 +42,12 @@ def test_a_label_is_one_field_of_one_line(foreign, tmp_path, cli):
 
 
 def test_the_terminal_gets_no_escape_code_of_a_notice(capsys):
-    def says(_):
+    def log_escape_code(_):
         logging.getLogger("wellposed.constrain").info("weights moved by %s", "\x1b[2J0.7")
         return 0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wellposed_lab.cli.report.run", says)
+        patch.setattr("wellposed_lab.cli.report.run", log_escape_code)
         succeed(["report"])
     assert capsys.readouterr().err == "weights moved by \\x1b[2J0.7\n"
     logging.getLogger("wellposed.constrain").info("not shown outside a command")

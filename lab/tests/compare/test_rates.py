@@ -68,7 +68,8 @@ def test_the_run_that_chose_is_the_first_seed_of_the_comparison(tuned):
     _, out, _ = tuned
     best = min(by_rate := losses(out, "post_ln"), key=by_rate.get)
     tried, compared = (
-        read_result(out / place) for place in (f"rates/post_ln/{best:g}", "post_ln/seed-0")
+        read_result(out / run_folder)
+        for run_folder in (f"rates/post_ln/{best:g}", "post_ln/seed-0")
     )
     assert compared.result == tried.result
 

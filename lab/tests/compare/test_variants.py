@@ -96,7 +96,7 @@ def test_t_fixup_is_for_models_from_scratch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         ("oc3:inf", "variant 'oc3:inf': .* must be a finite number"),
         ("post_ln_warmup:2.5", "expected a whole number of steps"),
@@ -108,8 +108,8 @@ def test_t_fixup_is_for_models_from_scratch(tmp_path):
         ("lipschitz:0.5", "budget = 0.5, expected a finite number, 1 or more"),
     ],
 )
-def test_bad_variants_are_refused(spec, says):
-    with pytest.raises(ConfigError, match=says):
+def test_bad_variants_are_refused(spec, message):
+    with pytest.raises(ConfigError, match=message):
         apply_variant(spec, BASE)
 
 

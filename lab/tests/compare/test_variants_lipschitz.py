@@ -96,7 +96,7 @@ BALL = {"attention": "ball"}
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({**BALL, "ball_temperature": 0.0}, "ball_temperature = 0.0, expected"),
         ({**BALL, "ball_max_temperature": math.inf}, "ball_max_temperature = inf"),
@@ -109,6 +109,6 @@ BALL = {"attention": "ball"}
         ({"feedforward": "maxmin", "activation": "relu"}, "'relu', which only feedforward 'mlp'"),
     ],
 )
-def test_options_out_of_range_unread_or_beyond_the_bound_are_refused(options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_options_out_of_range_unread_or_beyond_the_bound_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         build_model("wellposed", "causal_lm", **options)

@@ -59,11 +59,11 @@ def test_a_verdict_needs_a_model_that_learned(case, compare, tmp_path):
 def constant_score(task, split):
     """Return the headline score of the constant answer of train, counted row by row."""
     if task.kind == "causal_lm":
-        train, rows = (task._examples[of].tokens.tolist() for of in ("train", split))
+        train, rows = (task._examples[name].tokens.tolist() for name in ("train", split))
         rows = rows[1:]
     else:
         train, rows = (
-            [n for row in task.dataset(of) for n in row["labels"]] for of in ("train", split)
+            [n for row in task.dataset(name) for n in row["labels"]] for name in ("train", split)
         )
     counts = Counter(train)
     if task.kind == "sequence_classification":

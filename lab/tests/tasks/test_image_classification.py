@@ -149,22 +149,22 @@ def test_what_does_not_fit_is_said_in_one_line(folder, tmp_path):
     pets = class_folders(tmp_path / "pets", count=10)
     shallow = shutil.ignore_patterns("deeper")
     cat = shutil.copytree(pets / "cat", tmp_path / "cat", ignore=shallow)
-    for data, says in (
+    for data, message in (
         (pets, r"images of \d+ sizes .*give --processor config:FOLDER"),
         (cat, "cat: expected a folder with one folder of images for each class"),
         (pets / "cat" / "01.jpg", "01.jpg: expected a folder with one folder of images"),
     ):
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             build(data)
     transformers.BertConfig().save_pretrained(tmp_path / "bert")
     five = image_config(tmp_path / "five", num_channels=5)
-    for kind, processor, says in (
+    for kind, processor, message in (
         (ConfigError, "vit", "processor = 'vit', expected data, hf:FOLDER_OR_NAME or config:"),
         (CheckpointError, f"hf:{tmp_path}", "no preprocessor_config.json; copy it"),
         (ConfigError, f"config:{tmp_path / 'bert'}", "a bert configuration has no image_size"),
         (ConfigError, f"config:{five}", "the model reads images of 5 channels, expected 1 or 3"),
     ):
-        with pytest.raises(kind, match=says):
+        with pytest.raises(kind, match=message):
             build(folder, processor=processor)
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(tmp_path / "ragged")
     with pytest.raises(DataError, match="the processor gives images of different shapes"):

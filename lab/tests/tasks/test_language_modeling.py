@@ -188,7 +188,7 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "options", "says"),
+    ("name", "text", "options", "message"),
     [
         (
             "char_lm",
@@ -201,9 +201,9 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
         ("language_modeling", "abc" * 500, {"tokenizer": "word"}, "use the task word_lm"),
     ],
 )
-def test_texts_and_options_that_cannot_be_used(tmp_path, name, text, options, says):
+def test_texts_and_options_that_cannot_be_used(tmp_path, name, text, options, message):
     (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         build_task(name, {"data": str(tmp_path / "a.txt"), **options})
 
 

@@ -51,20 +51,20 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_odd_files_are_read_as_meant_or_refused(tmp_path, name):
-    file, content, says = FILES[name]
+    file, content, message = FILES[name]
     (tmp_path / file).write_text(content, encoding="utf-8", newline="")
 
     def build():
         return build_task("text_classification", {"data": str(tmp_path / file)})
 
-    if isinstance(says, str):
-        with pytest.raises(ValueError, match=says):
+    if isinstance(message, str):
+        with pytest.raises(ValueError, match=message):
             build()
         return
     task = build()
     described = task.description()
     columns = described["files"]["train"]["columns"]
-    assert all(part in columns for part in says), columns
+    assert all(part in columns for part in message), columns
     assert set(task.labels) <= {"ham", "spam", "text", "class"}
     assert sum(described["examples"].values()) == 40  # no header among the texts, and none is lost
 

@@ -52,7 +52,7 @@ LATIN1 = b"one\ntwo\ncaf\xe9 x\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("a.txt", LATIN1, r"a\.txt:3: not UTF-8: byte 0xe9 at byte 4 of the line"),
         ("a.txt", LATIN1, "byte offset 11 of the file.*iconv -f LATIN1 -t UTF-8"),
@@ -66,9 +66,9 @@ LATIN1 = b"one\ntwo\ncaf\xe9 x\n"
         ("fake.gz", b"plain text", r"named \.gz but is not gzip"),
     ],
 )
-def test_what_is_no_text_is_named(tmp_path, name, content, says):
+def test_what_is_no_text_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"(?s){says}") as caught:
+    with pytest.raises(DataError, match=f"(?s){message}") as caught:
         read_text(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
 
@@ -117,7 +117,7 @@ def test_explicit_files_win(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
+    ("names", "message"),
     [
         ("", r"looked for names like train\.tsv\[\.gz\], train\.csv\[\.gz\].*found: nothing"),
         ("data.txt train.json", r"no train file;.*found: data\.txt, train\.json; give the file"),
@@ -125,9 +125,9 @@ def test_explicit_files_win(tmp_path):
         ("train.tsv test_a.tsv test_b.tsv", r"could be the test split of train\.tsv: test_a\.tsv"),
     ],
 )
-def test_folders_that_leave_a_split_open(tmp_path, names, says):
+def test_folders_that_leave_a_split_open(tmp_path, names, message):
     touch(tmp_path, *names.split())
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         find(tmp_path)
 
 

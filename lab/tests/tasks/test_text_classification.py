@@ -331,8 +331,8 @@ def test_ag_news_is_read_as_it_is_released(tmp_path):
     assert EXPECTED[1][1].startswith('"Microsoft" patch, due AP - The company\'s "fix", a 5\\" one')
     assert [texts(task, split) for split in SPLITS] == [EXPECTED] * 3
     assert list(task.labels) == ["1", "2", "3", "4"]
-    says = "no header, label in column 0, text in columns 1, 2 joined by a space"
-    assert columns(task) == says
+    message = "no header, label in column 0, text in columns 1, 2 joined by a space"
+    assert columns(task) == message
 
 
 def test_the_same_columns_otherwise(tmp_path, monkeypatch):
@@ -372,9 +372,9 @@ def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():
     assert described["rows"] == len(table) == len(set(table.texts)) > 1000
     assert min(table.labels.count(topic) for topic in ("code", "network")) > 500
     library = Path(sysconfig.get_paths()["stdlib"])
-    for text, place in list(zip(table.texts, table.places, strict=True))[:20]:
-        source = ast.unparse(ast.parse((library / str(place)).read_bytes())).lower()
-        assert all(word in source for word in text.split()), place
+    for text, source_file in list(zip(table.texts, table.places, strict=True))[:20]:
+        source = ast.unparse(ast.parse((library / str(source_file)).read_bytes())).lower()
+        assert all(word in source for word in text.split()), source_file
 
 
 def test_the_task_cuts_splits_and_takes_no_files_beside():

@@ -73,9 +73,9 @@ def test_round_trip_through_auto_tokenizer(kind, tmp_path):
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
 def test_characters_and_bytes_of_any_text(text):
-    known = CharacterEncoder(text).encode([text])
-    assert not known.unknown
-    assert known.full_lengths == [len(text)]
+    encoded = CharacterEncoder(text).encode([text])
+    assert not encoded.unknown
+    assert encoded.full_lengths == [len(text)]
     assert [i - 2 for i in rows(ByteEncoder(), [text])[0]] == list(text.encode())
 
 

@@ -31,8 +31,8 @@ def corpus(tmp_path_factory):
 
 
 def build(corpus, **options):
-    known = {"src": "de", "tgt": "en", "vocab_size": 40, "max_tokens": 40}
-    return build_task("translation", {"data": str(corpus), **known, **options})
+    defaults = {"src": "de", "tgt": "en", "vocab_size": 40, "max_tokens": 40}
+    return build_task("translation", {"data": str(corpus), **defaults, **options})
 
 
 def test_the_decoder_reads_what_it_has_to_predict_moved_by_one(corpus):

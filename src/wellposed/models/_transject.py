@@ -118,7 +118,7 @@ class TransJectModel(TransJectPreTrainedModel):
             eps=config.spectrum_eps,
             dropout=config.dropout,
             is_causal=self.is_causal,
-            **asdict(TransJectOptions.of(config)),
+            **asdict(TransJectOptions.from_config(config)),
         )
         self.post_init()
 

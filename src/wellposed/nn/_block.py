@@ -155,7 +155,7 @@ NORMS.register("pre")(lambda config: PreNorm(config.hidden_size, eps=config.laye
 NORMS.register("post")(lambda config: PostNorm(config.hidden_size, eps=config.layer_norm_eps))
 NORMS.register("none")(lambda _: NoNorm())
 NORMS.register("dyt")(
-    lambda config: DynamicTanh(config.hidden_size, DynamicTanhOptions.of(config).dyt_alpha)
+    lambda config: DynamicTanh(config.hidden_size, DynamicTanhOptions.from_config(config).dyt_alpha)
 )
 
 

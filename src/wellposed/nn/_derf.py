@@ -38,5 +38,5 @@ class DynamicErf(DynamicTanh):
 
 
 NORMS.register("derf")(
-    lambda config: DynamicErf(config.hidden_size, DynamicErfOptions.of(config).derf_alpha)
+    lambda config: DynamicErf(config.hidden_size, DynamicErfOptions.from_config(config).derf_alpha)
 )

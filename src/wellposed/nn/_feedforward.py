@@ -83,7 +83,7 @@ class MLP(_TwoLayers):
 @FEEDFORWARDS.register("mlp")
 def _build_mlp(config: Any) -> MLP:
     width = config.hidden_size
-    activation = MLPOptions.of(config).activation
+    activation = MLPOptions.from_config(config).activation
     return MLP(width, config.intermediate_size, activation=activation)
 
 

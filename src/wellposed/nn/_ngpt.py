@@ -108,7 +108,7 @@ class NGPTResidual(CheckedModule):
 
 
 RESIDUALS.register("ngpt")(
-    lambda config: NGPTResidual(config.hidden_size, NGPTOptions.of(config).ngpt_alpha)
+    lambda config: NGPTResidual(config.hidden_size, NGPTOptions.from_config(config).ngpt_alpha)
 )
 
 

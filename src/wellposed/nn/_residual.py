@@ -184,5 +184,5 @@ def build_mean(config: Any) -> ConvexResidual:
 
 # Each gets an equal share of the whole model's budget.
 RESIDUALS.register("budget")(
-    lambda config: BudgetResidual(BudgetOptions.of(config).budget, _count(config))
+    lambda config: BudgetResidual(BudgetOptions.from_config(config).budget, _count(config))
 )

@@ -38,9 +38,9 @@ class Store:
 
     def find_or(self, training: Training, run: Callable[[Training], Result]) -> Result:
         """Return the result of a training; run it and add it to the file if it has not ended before."""
-        known = self.find(training)
-        if known is not None:
-            return known
+        ended = self.find(training)
+        if ended is not None:
+            return ended
 
         result = run(training)
         record = {"training": asdict(training), "result": result}

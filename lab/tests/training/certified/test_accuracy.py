@@ -120,7 +120,7 @@ FLOATS = torch.zeros(8)
 
 
 @pytest.mark.parametrize(
-    ("asked", "labels", "tokens", "error", "says"),
+    ("asked", "labels", "tokens", "error", "message"),
     [
         ({"radii": [0.2, 0.1]}, None, 10, ConfigError, r"certified.accuracy"),
         ({"radii": [-1.0]}, None, 10, ConfigError, r"certified.accuracy"),
@@ -132,10 +132,10 @@ FLOATS = torch.zeros(8)
         ({}, FLOATS.long(), 4, ShapeError, "at most 4 tokens"),
     ],
 )
-def test_bad_arguments_and_data_are_refused(asked, labels, tokens, error, says):
+def test_bad_arguments_and_data_are_refused(asked, labels, tokens, error, message):
     model = make_model("l2_contractive")
     batches = [] if labels is None else [{**make_batches(model)[0], "labels": labels}]
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         certified_accuracy(model, batches, certify(model, seq_len=tokens), **asked)
 
 

@@ -75,7 +75,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     assert main(["predict", run, "--text", "good good film good x", "--certified"]) == 0
     label, _, count = capsys.readouterr().out.split("\t")
     assert (label, int(count) >= 1) == ("p", True)
-    for wrong, says in (
+    for wrong, message in (
         (["--words", "0"], "whole numbers"),
         (["--words", "2,1"], "increasing"),
         (["--words", "1", "--examples", "0"], "--examples >= 1"),
@@ -83,7 +83,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
         (["--text", " "], "expected one line of 1 word or more"),
     ):
         assert main(["certify", run, *wrong]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_model_without_a_certificate_is_attacked_and_told_why(capsys, tmp_path):
@@ -170,12 +170,12 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys
     assert main(["measure", run]) == 0
     assert "token_embedding" in capsys.readouterr().out
     again = ["--from", str(checkpoint / "run" / "final"), "--tokenizer", f"hf:{bert}"]
-    for wrong, says in (
+    for wrong, message in (
         ([*task[:3], *again, *windows[:2]], "a model without windows"),
         ([*task, "--from-scratch", "--variant", "t_fixup", *windows[:2]], "another variant"),
     ):
         assert main(["train", *wrong, "--out", str(checkpoint / "out")]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_frozen_body_is_read_from_a_file_and_what_was_drawn_is_told(checkpoint):

@@ -133,8 +133,8 @@ def test_scion_takes_no_decay_for_an_answer_and_has_the_radii_of_the_library():
 
 
 def test_what_cannot_work_is_refused():
-    known = "'adamw', 'muon', 'scion' or 'sgd'"
-    with pytest.raises(ConfigError, match=f"optimizer = 'lion', expected {known}"):
+    expected = "'adamw', 'muon', 'scion' or 'sgd'"
+    with pytest.raises(ConfigError, match=f"optimizer = 'lion', expected {expected}"):
         TrainOptions(optimizer="lion")
     with pytest.raises(ConfigError, match=r"learning_rate = 2[.]0 with optimizer = scion"):
         TrainOptions(optimizer="scion", learning_rate=2.0)
@@ -226,15 +226,15 @@ def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "says"),
+    ("where", "message"),
     [
         ("*.inner, *.iner", r"where = '\*\.inner, \*\.iner' cannot.*'\*\.iner' is no role"),
         ("*.inner.bias", r"constrain\.where.*blocks[.]0[.]inner\.bias: shape \(8,\), expected a"),
         ("embedding", r"constrain\.where.*embedding of 11 vectors in 8 dimensions"),
     ],
 )
-def test_names_that_cannot_be_held_are_refused(tmp_path, where, says):
-    with pytest.raises(ConfigError, match=f"(?s){says}"):
+def test_names_that_cannot_be_held_are_refused(tmp_path, where, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         stub.run(make_config(where), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

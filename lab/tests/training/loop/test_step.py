@@ -208,7 +208,7 @@ def test_an_encoder_decoder_has_no_margin():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"margin_loss": "ce", "margin_radius": 0.1}, "margin_radius = 0.1 with margin_loss = ce"),
         ({"margin_loss": "certified"}, "margin_loss = certified needs a margin_radius"),
@@ -220,6 +220,6 @@ def test_an_encoder_decoder_has_no_margin():
         ({"margin_loss": "words:2", "margin_radius": 0.1}, "margin_radius = 0.1"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, says):
-    with pytest.raises(ConfigError, match=says):
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
         TrainOptions(**options)

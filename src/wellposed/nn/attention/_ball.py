@@ -228,7 +228,7 @@ def _options(config: Any) -> dict[str, Any]:
             f" qk_norm={config.qk_norm}: the bound covers no dropped weights, and LayerNorm has no"
             " useful one; set them to 0 and False, and use dropout, which acts on whole branches"
         )
-    read = BallOptions.of(config)
+    read = BallOptions.from_config(config)
     return {"temperature": read.ball_temperature, "max_temperature": read.ball_max_temperature}
 
 

@@ -258,7 +258,10 @@ class CosineCrossAttention(MemoryAttention, _CosineAttention):
 
 
 def _cosine_options(config: Any) -> dict[str, Any]:
-    return {"eps": CosineOptions.of(config).cosine_eps, "dropout": config.attention_dropout}
+    return {
+        "eps": CosineOptions.from_config(config).cosine_eps,
+        "dropout": config.attention_dropout,
+    }
 
 
 def _self_options(config: Any) -> dict[str, Any]:

@@ -451,7 +451,7 @@ def _build(config: Any, **options: Any) -> L2SelfAttention:
             " normalised queries and keys no longer are; set qk_norm=False, or use"
             " attention='cosine'"
         )
-    l2_options = L2Options.of(config)
+    l2_options = L2Options.from_config(config)
     return L2SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -471,7 +471,7 @@ ATTENTIONS.register("l2_tied")(_build)
 @ATTENTIONS.register("l2_contractive")
 def build_l2_contractive(config: Any) -> L2SelfAttention:
     """Build tied L2 attention divided by its bound for `max_position_embeddings` tokens."""
-    settings = ContractiveOptions.of(config)
+    settings = ContractiveOptions.from_config(config)
     return _build(
         config,
         contractive=0.9 if settings.contractive is None else settings.contractive,
