@@ -26,7 +26,7 @@ def against(row: Json) -> str:
     return f"{ratio}of {last['date']}{', **outside its spread**' if last['outside'] else ''}"
 
 
-def shown(row: Json) -> str:
+def value_and_interval(row: Json) -> str:
     value = f"{row['value']:.3g}"
     return value if row["low"] == row["high"] else f"{value} [{row['low']:.3g}, {row['high']:.3g}]"
 
@@ -107,7 +107,7 @@ def line_of(row: Json, goal: Goal | None, reasons: dict[str, int]) -> str:
     wanted = goal.wanted if goal else row["goal"]
     is_missed = wanted is not None and not reaches(row["value"], wanted)
     bold = "**" if is_missed else ""
-    value = f"{bold}{shown(row)}{bold}"
+    value = f"{bold}{value_and_interval(row)}{bold}"
     if is_missed and goal and goal.why:
         value += f" ({reasons.setdefault(goal.why, len(reasons) + 1)})"
     raw = "" if row["ours"] is None else f"{row['ours']:.3g} / {row['other']:.3g} {row['unit']}"
@@ -121,6 +121,6 @@ def lines_while_measuring(row: Json) -> Iterator[str]:
     """Yield the lines of a row on the terminal."""
     verdict = {True: "met", False: "NOT MET", None: ""}[row["met"]]
     goal = f"  goal {row['goal']}: {verdict}" if row["goal"] else ""
-    yield f"  {row['name']}: {shown(row)}{goal}"
+    yield f"  {row['name']}: {value_and_interval(row)}{goal}"
     if "last" in row:
         yield f"    {against(row).replace('**', '')}"

@@ -42,7 +42,7 @@ def bounded(model, **options):
     return bound.value, bound.slope
 
 
-def held(model):
+def constrained(model):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return wellposed.constrain_(model, optimizer, where="*.linear1", to="spectral"), model
 
@@ -106,7 +106,7 @@ VERBS = {
     "find_roles": (lambda m, x: len(wellposed.find_roles(m, x).attention), encoder, X),
     "measure": (lambda m, x: wellposed.measure(m, x).rows, encoder, X),
     "penalty": (lambda m: wellposed.OrthogonalityPenalty(m, attention=1.0, feedforward=1.0)(), encoder),
-    "constrain_": (held, encoder),
+    "constrain_": (constrained, encoder),
     "t_fixup_": (lambda m: (wellposed.t_fixup_(m), m), encoder),
     "remove_norms_": (lambda m: (wellposed.remove_norms_(m), m), encoder),
     "inverse": (lambda m, x: m.inverse(x)[0], contractive, X),

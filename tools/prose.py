@@ -69,7 +69,12 @@ def hits(
                 yield "long", line, sentence
     for node in ast.walk(ast.parse(source)) if path.suffix == ".py" else ():
         match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in rules["names"]:
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.FunctionDef(name=name)
+                | ast.arg(arg=name)
+            ) if name in rules["names"]:
                 yield "name", node.lineno, name
 
 

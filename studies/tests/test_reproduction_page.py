@@ -312,14 +312,14 @@ def test_a_row_that_is_not_stale_has_the_words_of_its_recipe(values):
     ],
 )
 def test_other_words_are_noticed(part, change):
-    def whole(values):
+    def judged(values):
         return (
             values["power"]
             and values["quoted"]
             and RECIPES.get(values["recipe"]).notes_under("Note")
         )
 
-    values = copy.deepcopy(next(filter(whole, COMMITTED)))
+    values = copy.deepcopy(next(filter(judged, COMMITTED)))
     recipe = RECIPES.get(values["recipe"])
     request = Request(values["scale"], Path("nowhere"))
     values |= {"paper_says": recipe.claim, "quoted": recipe.notes_under("Quote")}

@@ -128,7 +128,7 @@ def test_committed_rows_have_their_kind_sizes_and_runs_and_rest_on_the_largest(v
         assert tuple(values["size"]) == FIELDS
         assert all(values["size"].values())
         assert values["paper_size"] == recipe.paper_size
-        assert (values["paper_size"] is None) == recipe.own
+        assert (values["paper_size"] is None) == recipe.is_ours
         assert "contradicted" not in row_words(values)
     else:
         assert values["size"] is values["paper_size"] is None

@@ -142,7 +142,7 @@ class Recipe:
         return {**self.estimated, **self.measured}
 
     @property
-    def own(self) -> bool:
+    def is_ours(self) -> bool:
         """Whether its claim is one of this project, not of a paper."""
         return self.name in OWN
 
@@ -156,7 +156,7 @@ class Recipe:
 
         An encoder of the user is not the encoder of the paper, at any scale.
         """
-        smaller = scale != "paper" or self.own or encoder is not None
+        smaller = scale != "paper" or self.is_ours or encoder is not None
         trains = self.trains or self.power is not None or self.paper_size is not None
         return "trained" if trains and smaller else "mathematics"
 

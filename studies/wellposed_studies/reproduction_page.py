@@ -159,7 +159,7 @@ def _size_rows(values: Mapping[str, Any], recipe: Recipe) -> dict[str, str]:
     """Return our size and the paper's, for a training below it; nothing for mathematics."""
     if kind_of(values) == "mathematics":
         return {}
-    paper = {} if recipe.own else {"paper's size": size_words(recipe.paper_size)}
+    paper = {} if recipe.is_ours else {"paper's size": size_words(recipe.paper_size)}
     return {"size": size_words(values.get("size")), **paper}
 
 

@@ -85,8 +85,8 @@ def row_groups(
     for values in artefacts:
         name = values["recipe"]
         groups.setdefault(SAME_RUNS.get(name, name), []).append(values)
-    papers: list[Group] = [group for name, group in groups.items() if not RECIPES.get(name).own]
-    ours: list[Group] = [group for name, group in groups.items() if RECIPES.get(name).own]
+    papers: list[Group] = [group for name, group in groups.items() if not RECIPES.get(name).is_ours]
+    ours: list[Group] = [group for name, group in groups.items() if RECIPES.get(name).is_ours]
     return papers, ours
 
 

@@ -20,10 +20,10 @@ class Recorded:
     """``x -> 3 x``, recording every input by dtype."""
 
     def __init__(self):
-        self.seen = []
+        self.inputs = []
 
     def __call__(self, x):
-        self.seen.append(x.detach().clone())
+        self.inputs.append(x.detach().clone())
         return 3 * x
 
 
@@ -32,7 +32,7 @@ def measured_pairs(start, norm, **options):
     function = Recorded()
     settings = {"norm": norm, "restarts": len(start), "start": start, "steps": 0, "dtype": None}
     attack = lipschitz_lower_bound(function, tuple(start.shape[1:]), **settings, **options)
-    inputs = [x for x in function.seen if x.dtype == start.dtype]
+    inputs = [x for x in function.inputs if x.dtype == start.dtype]
     return list(zip(inputs[::2], inputs[1::2], strict=True)), attack
 
 

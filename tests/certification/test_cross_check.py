@@ -137,10 +137,10 @@ class Claimed(nn.Module):
         self.slope = slope
         self.bound = bound
         self.in_features = width
-        self.seen = []
+        self.inputs = []
 
     def forward(self, x):
-        self.seen.append(x.detach().clone())
+        self.inputs.append(x.detach().clone())
         return self.slope * x
 
 
@@ -191,7 +191,7 @@ def test_inputs_stay_in_the_ball_at_two_sizes(radius, reach):
     """Half of the ball for x, half for the perturbation; the second example at a tenth of that."""
     module = Claimed(1.0, 1.0).eval()
     certify(module, seq_len=9, radius=radius)
-    batch = max(module.seen, key=len)
+    batch = max(module.inputs, key=len)
     assert batch.shape == (6, 4, 6)
     x, aside, ascended = (part.double() for part in batch.split(2))
     for example, share in enumerate((1.0, 0.1)):

@@ -10,9 +10,9 @@ from tests.support.constrained import (
     NAMES,
     WIDTH,
     Mixed,
+    constrained,
     distance,
     errors,
-    held,
     isometry_error,
     problem,
     same_state,
@@ -28,7 +28,7 @@ hf = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("size", [0.01, 0.1, 0.3, 1.0, 3.0])
 def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size):
-    model, optimizer, handle = held(model=Mixed(32), lr=1.0)
+    model, optimizer, handle = constrained(model=Mixed(32), lr=1.0)
     sign = float(torch.linalg.det(model.square.weight.detach().double()))
     generator = torch.Generator().manual_seed(1)
     with warnings.catch_warnings():
@@ -45,7 +45,7 @@ def test_steps_of_any_size_stay_orthogonal_and_on_their_component(size):
 
 
 def test_a_large_step_is_said_once():
-    model, optimizer, _ = held("sgd", "square", lr=1.0)
+    model, optimizer, _ = constrained("sgd", "square", lr=1.0)
     model.square.weight.grad = 20 * torch.randn(WIDTH, WIDTH)
     with pytest.warns(ConstraintWarning, match=r"square\.weight.*lower the learning rate"):
         optimizer.step()
@@ -68,7 +68,7 @@ def test_attaching_moves_to_the_nearest_and_says_how_far(to, dtype):
         for parameter in model.parameters():
             parameter.mul_(3.0)
     before = {name: getattr(model, name).weight.detach().double().clone() for name in NAMES}
-    for row in held(model=model, to=to)[2].report.rows:
+    for row in constrained(model=model, to=to)[2].report.rows:
         name = row.path.removesuffix(".weight")
         start = before[name]
         after = getattr(model, name).weight.detach().double()
@@ -84,7 +84,7 @@ def test_attaching_moves_to_the_nearest_and_says_how_far(to, dtype):
 def test_gain_scales_the_isometry_and_fit_moves_least():
     model = Mixed()
     before = model.square.weight.detach().double().clone()
-    _, optimizer, handle = held("adamw", model=model, gain="fit")
+    _, optimizer, handle = constrained("adamw", model=model, gain="fit")
     row = handle.report.rows[0]
     values = torch.linalg.svdvals(before)
     assert row.size == float(f"{float(values.mean()):.3g}")
@@ -97,7 +97,7 @@ def test_gain_scales_the_isometry_and_fit_moves_least():
 def test_dry_run_prints_the_plan_and_changes_nothing(capsys):
     model = Mixed()
     before = copy.deepcopy(model.state_dict())
-    _, optimizer, handle = held(model=model, dry_run=True)
+    _, optimizer, handle = constrained(model=model, dry_run=True)
     assert "\ntall.weight: would move by " in capsys.readouterr().out
     assert not handle.active
     assert not optimizer._optimizer_step_pre_hooks
@@ -108,7 +108,7 @@ def test_remove_leaves_no_trace():
     model = Mixed()
     plain = copy.deepcopy(model)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    _, optimizer, handle = held("adamw", model=model)
+    _, optimizer, handle = constrained("adamw", model=model)
     train(model, optimizer, 3)
     assert repr(handle) == "Constraint(3 weights, active)"
     handle.remove()

@@ -50,7 +50,7 @@ def slow_distance(weight, to):
 
 
 def matrices(handle):
-    return [weight.slice.seen(weight.parameter.detach()) for weight in handle.weights]
+    return [weight.slice.matrix_in(weight.parameter.detach()) for weight in handle.weights]
 
 
 def descend(model, optimizer, steps=3):

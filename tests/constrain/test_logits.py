@@ -70,7 +70,7 @@ def batch_for(name, built):
     return {"src": torch.randn(2, 5, 32)} if name == "torch" else batch_of(name, built)
 
 
-def seen(built, batch):
+def logits_of_pass(built, batch):
     with torch.no_grad(), Logits() as logits:
         built.train()(**batch)
     assert logits.largest is not None
@@ -95,7 +95,7 @@ def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name):
         for parameter in built.parameters():  # biases too
             parameter.copy_(torch.randn_like(parameter) * 0.4)
     batch = batch_for(name, built)
-    before = seen(built, batch)
+    before = logits_of_pass(built, batch)
     start = copy.deepcopy(built.state_dict())
     bound = float(before.median())
     optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
@@ -105,9 +105,9 @@ def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name):
     optimizer.step()
     expected = before.clamp_max(bound)
     if name == "albert":  # its one layer reads what it changed
-        assert (seen(built, batch) <= bound * (1 + 1e-4)).all()
+        assert (logits_of_pass(built, batch) <= bound * (1 + 1e-4)).all()
     else:
-        torch.testing.assert_close(seen(built, batch), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits_of_pass(built, batch), expected, rtol=1e-4, atol=1e-5)
     assert handle.error().worst >= 0.0
     handle.remove()
     assert not any(module._forward_hooks for module in built.modules())
@@ -118,10 +118,10 @@ def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too():
         built = KINDS[name]()
         batch = batch_of(name, built)
         start = copy.deepcopy(built.state_dict())
-        bound = 1.001 * float(seen(built, batch).median())
+        bound = 1.001 * float(logits_of_pass(built, batch).median())
         optimizer = torch.optim.SGD(built.parameters(), lr=0.0)
         constrain_(built, optimizer, "*layers.0.*", to="logits", bound=bound)
-        low = (seen(built, batch) <= bound).tolist()
+        low = (logits_of_pass(built, batch) <= bound).tolist()
         backward(built, batch)
         optimizer.step()
         query = f"layers.0.self_attn.q_{'b_' if name == 'deepseek-v3' else ''}proj.weight"

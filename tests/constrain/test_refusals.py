@@ -13,8 +13,8 @@ import torch
 from tests.support.constrained import (
     NAMES,
     Mixed,
+    constrained,
     errors,
-    held,
     problem,
     same_state,
     sgd,
@@ -179,7 +179,7 @@ def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind):
 
 
 def test_no_word_without_cause():
-    model, optimizer, handle = held("sgd", "square", lr=1e-2)
+    model, optimizer, handle = constrained("sgd", "square", lr=1e-2)
     x, y = problem()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,9 +210,9 @@ COPIES = {
 }
 
 
-def constrained(kind="adamw", where=NAMES):
+def trained(kind="adamw", where=NAMES):
     torch.manual_seed(0)
-    model, optimizer, handle = held(kind, where)
+    model, optimizer, handle = constrained(kind, where)
     train(model, optimizer, 2)
     return model, optimizer, handle
 
@@ -221,7 +221,7 @@ def constrained(kind="adamw", where=NAMES):
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copied_pair_warns_at_its_first_step(way, kind, where):
-    model, optimizer, _ = constrained(kind, where)
+    model, optimizer, _ = trained(kind, where)
     other, copied = COPIES[way]((model, optimizer))
     message = r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"
     with pytest.warns(ConstraintWarning, match=message):
@@ -235,7 +235,7 @@ def test_a_copied_pair_warns_at_its_first_step(way, kind, where):
 
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_that_is_constrained_again_goes_on_as_the_original(way):
-    model, optimizer, handle = constrained()
+    model, optimizer, handle = trained()
     pair = COPIES[way]((model, optimizer))
     with_handle = COPIES[way]((model, optimizer, handle))
     constrain_(*pair, where=NAMES)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from tests.support.constrained import descend, distance, held
+from tests.support.constrained import constrained, descend, distance
 from tests.support.zoo import PLAIN, ZOO, V
 from torch import nn
 
@@ -157,7 +157,7 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path):
     model = tiny_bert()
     keys = list(model.state_dict())
     names = ["*.attention.self.*", "*.attention.output.dense", "re:.*output.dense"]
-    _, optimizer, handle = held("adamw", names, model=model)
+    _, optimizer, handle = constrained("adamw", names, model=model)
     # 2 layers of query, key, value, attention output and the second feed-forward weight.
     assert len(handle.paths) == 10
     tokens = torch.randint(1, V, (8, 6))
@@ -171,7 +171,7 @@ def test_bert_trains_saves_and_loads_as_a_plain_model(tmp_path):
     loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
     model.eval()
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, model(input_ids=tokens).logits)
-    report = held("adamw", list(handle.paths), model=loaded)[2].report
+    report = constrained("adamw", list(handle.paths), model=loaded)[2].report
     assert max(row.moved_frobenius for row in report.rows) == 0.0
 
 
@@ -181,7 +181,7 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
     for gain in (None, 1.0):
         model = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
         with caplog.at_level(logging.INFO):
-            _, optimizer, handle = held("adamw", "key", model=model, gain=gain)
+            _, optimizer, handle = constrained("adamw", "key", model=model, gain=gain)
         row = handle.report.rows[0]
         moved[gain] = row.moved_frobenius
         record = caplog.records[-1]
@@ -195,7 +195,7 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
         assert caplog.records[-1].levelname == "INFO"
         assert caplog.records[-1].getMessage().endswith("none moved")
     assert 0.1 < moved[None] < 0.8 * moved[1.0]
-    rows = held("sgd", "key", model=tiny_bert())[2].report.rows
+    rows = constrained("sgd", "key", model=tiny_bert())[2].report.rows
     assert {row.size for row in rows} == {1.0}
 
 

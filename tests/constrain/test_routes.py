@@ -82,7 +82,7 @@ class Run:
 
     def __init__(self, kind, to="orthogonal", dtype=torch.float32):
         torch.manual_seed(0)
-        self.given = (kind, to, dtype)
+        self.options = (kind, to, dtype)
         self.to = to
         self.handle = None
         self.model = Mixed(8).to(dtype)
@@ -110,7 +110,7 @@ class Run:
         errors = {
             path: distance(self.model.get_parameter(path), self.to) for path in self.handle.paths
         }
-        assert max(errors.values()) <= TOLERANCE[self.given[2]], errors
+        assert max(errors.values()) <= TOLERANCE[self.options[2]], errors
         assert self.handle.error().by_path == pytest.approx(errors, rel=1e-3, abs=1e-7)
 
     def load(self, other):
@@ -119,7 +119,7 @@ class Run:
 
     def freed(self):
         """The run without the constraint, after it was held."""
-        other = Run(*self.given).load(self.hold().step(3))
+        other = Run(*self.options).load(self.hold().step(3))
         other.model.load_state_dict(self.model.state_dict())
         return other.step(4)
 
@@ -192,7 +192,7 @@ ROUTES = {
     "resumed free, held again": lambda run: run.freed().hold(),
     "its state loaded with its weights": loaded_with_weights,
     "its state loaded": lambda run: run.load(run.freed()),
-    "a state that was never held": lambda run: run.hold().step(2).load(Run(*run.given).step(4)),
+    "a state that was never held": lambda run: run.hold().step(2).load(Run(*run.options).step(4)),
     "copied, attached": copied_and_attached,
     "removed, held again": lambda run: removed(run).hold(),
     "removed, attached": attached_again,
@@ -279,13 +279,13 @@ def tied():
     return model
 
 
-def given(model, name):
+def untie(model, name):
     model[name].weight = nn.Parameter(model[name].weight.detach().clone())
 
 
 CHANGES = {
-    "untied": ("b", lambda model: given(model, "b")),
-    "the first of a tied pair": ("a", lambda model: given(model, "a")),
+    "untied": ("b", lambda model: untie(model, "b")),
+    "the first of a tied pair": ("a", lambda model: untie(model, "a")),
     "replaced": ("c", lambda model: model.update({"c": nn.Linear(6, 6)})),
     "cut off": ("c", lambda model: model.pop("c")),
     "tied later": ("c", lambda model: setattr(model["c"], "weight", model["a"].weight)),

@@ -60,7 +60,7 @@ def test_parts_of_a_fused_weight_come_one_by_one():
     assert labels(["linear1", "key"], owner) == [rows[1], "linear1.weight"]
     selected = select_weights(owner, "key")[0]
     weight = owner.self_attn.in_proj_weight
-    assert torch.equal(selected.seen(weight), weight[4:8])
+    assert torch.equal(selected.matrix_in(weight), weight[4:8])
     assert (selected.rows, selected.transposed) == (range(4, 8), False)
     assert selected.parameter_name == "self_attn.in_proj_weight"
     assert selected.roles == {"key"}

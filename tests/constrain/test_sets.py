@@ -9,9 +9,9 @@ from tests.support.constrained import (
     NAMES,
     OPTIMIZERS,
     Mixed,
+    constrained,
     descend,
     goes_on_bit_for_bit,
-    held,
     isometry_error,
     train,
 )
@@ -40,7 +40,7 @@ def test_steps_of_any_size_end_below_a_spectral_norm(dtype, bound):
     matrices = (nn.Linear(n, m, bias=False, dtype=dtype) for m, n in SHAPES)
     layers = nn.ModuleList(matrices)
     options = {"model": layers, "lr": 1.0, "to": "spectral", "bound": bound}
-    _, optimizer, handle = held("sgd", nn.Linear, **options)
+    _, optimizer, handle = constrained("sgd", nn.Linear, **options)
     for size in [1e-4, 1e-2, 0.05, 0.1, 0.3, 1.0, 30.0, 1e3] * 3:
         for weight in layers.parameters():
             noise = torch.randn_like(weight, dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_steps_of_any_size_end_below_a_spectral_norm(dtype, bound):
 
 def test_certify_measures_the_weights_and_not_the_handle():
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
-    handle = held("sgd", nn.Linear, model=model, to="spectral")[2]
+    handle = constrained("sgd", nn.Linear, model=model, to="spectral")[2]
     assert wp.certify(model, seq_len=4).total <= 1.0
     model[0].weight.data.mul_(5.0)
     assert handle.active
@@ -90,12 +90,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(to, kind, dtype):
 
 
 def columns_of(layer, bound=1.0):
-    return held("sgd", "0", model=nn.Sequential(layer), lr=1.0, to="columns", bound=bound)[2]
+    return constrained("sgd", "0", model=nn.Sequential(layer), lr=1.0, to="columns", bound=bound)[2]
 
 
 def test_columns_that_a_step_takes_to_zero_are_counted():
     layers = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(2))
-    optimizer = held("sgd", nn.Linear, model=layers, lr=1.0, to="columns")[1]
+    optimizer = constrained("sgd", nn.Linear, model=layers, lr=1.0, to="columns")[1]
     for layer in layers:
         layer.weight.grad = torch.zeros_like(layer.weight)
     layers[1].weight.grad[:, 1:3] = layers[1].weight.detach()[:, 1:3]
@@ -139,7 +139,7 @@ class Bag(nn.Module):
 
 
 def attached(model):
-    return held("adamw", nn.Embedding, model=model, lr=3e-2, embeddings="fit")[1:]
+    return constrained("adamw", nn.Embedding, model=model, lr=3e-2, embeddings="fit")[1:]
 
 
 def train_bag(model, optimizer, steps):

@@ -9,8 +9,8 @@ from tests.support.constrained import (
     NAMES,
     WIDTH,
     Mixed,
+    constrained,
     errors,
-    held,
     isometry_error,
     problem,
     same_state,
@@ -27,7 +27,7 @@ def test_a_closure_is_projected_after_it_ran():
     results = []
     for way in ("before", "positional", "keyword"):
         torch.manual_seed(0)
-        model, optimizer, _ = held("momentum")
+        model, optimizer, _ = constrained("momentum")
 
         def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
@@ -145,7 +145,7 @@ def test_weights_come_back_from_a_step_that_broke(shape, dtype, decay, ending):
 
 
 def test_bfloat16_steps_smaller_than_its_spacing_are_kept():
-    model, optimizer, _ = held("adamw", "square", model=Mixed().to(torch.bfloat16), lr=1e-4)
+    model, optimizer, _ = constrained("adamw", "square", model=Mixed().to(torch.bfloat16), lr=1e-4)
     before = model.square.weight.detach().clone()
     gradient = torch.randn(WIDTH, WIDTH).bfloat16().float()
     for _ in range(200):
@@ -155,7 +155,7 @@ def test_bfloat16_steps_smaller_than_its_spacing_are_kept():
 
 
 def test_autocast_and_low_matmul_precision_do_not_reach_the_retraction():
-    model, optimizer, _ = held("adamw", model=Mixed(64), lr=1e-3)
+    model, optimizer, _ = constrained("adamw", model=Mixed(64), lr=1e-3)
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
@@ -173,7 +173,7 @@ def test_autocast_and_low_matmul_precision_do_not_reach_the_retraction():
 
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 def test_a_step_that_is_not_finite_is_named_and_weights_stay(to):
-    model, optimizer, _ = held(to=to)
+    model, optimizer, _ = constrained(to=to)
     before = {name: getattr(model, name).weight.detach().clone() for name in NAMES}
     for name in NAMES:
         getattr(model, name).weight.grad = torch.full_like(getattr(model, name).weight, math.nan)
@@ -198,7 +198,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_is_noticed_at_the_next_step(edit, shape, dtype):
     model = nn.ModuleList(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype) for _ in range(2))
-    _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4)
+    _, optimizer, handle = constrained("adamw", nn.Linear, model=model, lr=1e-4)
 
     def step():
         for weight in model.parameters():
@@ -219,7 +219,7 @@ def test_an_edit_is_noticed_at_the_next_step(edit, shape, dtype):
 
 def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4)
+    _, optimizer, handle = constrained("adamw", nn.Linear, model=model, lr=1e-4)
     model[0].weight.data.mul_(1.5)
     for has_gradient in (False, True):
         model[0].weight.grad = torch.randn(8, 8) if has_gradient else None
@@ -235,7 +235,7 @@ def test_an_edited_weight_without_a_gradient_is_left_until_it_has_one():
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_weight_turned_to_another_dtype_is_named(steps, shape, dtype):
     layer = nn.Linear(shape[1], shape[0])
-    model, optimizer, handle = held("sgd", "0", model=nn.Sequential(layer), lr=1e-2)
+    model, optimizer, handle = constrained("sgd", "0", model=nn.Sequential(layer), lr=1e-2)
     for turn in [torch.float32] * steps + [dtype]:
         model.to(turn).zero_grad()
         model(torch.randn(2, shape[1], dtype=turn)).sum().backward()

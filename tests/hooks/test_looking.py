@@ -18,7 +18,7 @@ class Restless(nn.Linear):
     def __init__(self, change):
         super().__init__(16, 16)
         self.change = change
-        self.register_buffer("seen", torch.ones(1, 3))
+        self.register_buffer("last_input", torch.ones(1, 3))
         self.register_buffer("unset", None)
         self.plain = torch.ones(3)
         self.unset_plain = None
@@ -42,17 +42,19 @@ def keep_last(layer):
 
 
 def delete_once(layer):
-    if hasattr(layer, "seen"):
-        del layer.seen
+    if hasattr(layer, "last_input"):
+        del layer.last_input
 
 
 CHANGES = {
-    "in place": lambda layer: layer.seen.mul_(2),
-    "grows": lambda layer: setattr(layer, "seen", torch.cat([layer.seen, torch.ones(1, 3)])),
-    "resized": lambda layer: layer.seen.resize_(len(layer.seen) + 7, 3).fill_(2),
-    "cut": lambda layer: layer.seen.resize_(0),
-    "other memory": lambda layer: setattr(layer.seen, "data", torch.zeros(8)),
-    "other dtype": lambda layer: setattr(layer.seen, "data", layer.seen.data.double()),
+    "in place": lambda layer: layer.last_input.mul_(2),
+    "grows": lambda layer: setattr(
+        layer, "last_input", torch.cat([layer.last_input, torch.ones(1, 3)])
+    ),
+    "resized": lambda layer: layer.last_input.resize_(len(layer.last_input) + 7, 3).fill_(2),
+    "cut": lambda layer: layer.last_input.resize_(0),
+    "other memory": lambda layer: setattr(layer.last_input, "data", torch.zeros(8)),
+    "other dtype": lambda layer: setattr(layer.last_input, "data", layer.last_input.data.double()),
     "set when needed": lambda layer: setattr(layer, "unset", torch.ones(2)),
     "registered late": register_once,
     "deleted": delete_once,
@@ -172,4 +174,4 @@ def test_the_growing_buffer_is_counted_once_by_training_alone():
     for _ in range(2):
         wp.find_roles(model, X)
         model(X)
-    assert len(model[1].seen) == 3
+    assert len(model[1].last_input) == 3

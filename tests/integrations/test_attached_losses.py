@@ -35,7 +35,7 @@ SEQ2SEQ = {"vocab_size": TOKENS, "d_model": 16, "encoder_layers": 1, "decoder_la
            "forced_eos_token_id": 2}  # fmt: skip
 
 
-def own(model, batch, items, count):
+def own_loss(model, batch, items, count):
     """The model's own loss of one of ``count`` micro-batches, of ``items`` labels in all."""
     return model(**batch, num_items_in_batch=items).loss
 
@@ -110,7 +110,7 @@ def numbers(number, row):
 class Row(NamedTuple):
     build: Any
     labels: Any = tokens
-    loss: Any = own
+    loss: Any = own_loss
     trainer: Any = hf.Trainer
     options: dict = {}  # noqa: RUF012
     arguments: dict = {}  # noqa: RUF012

@@ -47,12 +47,12 @@ class GrowingCache:
     """The smallest possible cache."""
 
     def __init__(self):
-        self.kept = []
+        self.cached = []
 
     def update(self, *new):
-        earlier = self.kept or [part[..., :0, :] for part in new]
-        self.kept = [torch.cat(pair, -2) for pair in zip(earlier, new, strict=True)]
-        return self.kept
+        earlier = self.cached or [part[..., :0, :] for part in new]
+        self.cached = [torch.cat(pair, -2) for pair in zip(earlier, new, strict=True)]
+        return self.cached
 
 
 @every

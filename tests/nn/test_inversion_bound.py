@@ -150,18 +150,18 @@ def test_the_backward_pass_asks_for_no_bound():
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.tensor(0.5))
-            self.seen = []
+            self.dtypes_of_calls = []
 
         def forward(self, x):
-            self.seen.append(x.dtype)
+            self.dtypes_of_calls.append(x.dtype)
             return self.weight * x.sin()
 
     f = Watched()
     stack = ReversibleSequential([InvertibleResidual(f, lipschitz=0.5)])
     stack(torch.randn(1, 2, 4)).sum().backward()
-    assert torch.float64 not in f.seen
+    assert torch.float64 not in f.dtypes_of_calls
     _, report = stack.inverse(torch.randn(1, 2, 4))
-    assert f.seen[-1] is torch.float64
+    assert f.dtypes_of_calls[-1] is torch.float64
     assert f.weight.dtype is torch.float32
     assert 0 < report.error_bound < 1e-5
 

@@ -113,7 +113,7 @@ def test_each_expert_costs_what_its_own_matrix_costs(name, form):
             if view is None or view.key in counted:
                 continue
             counted.add(view.key)
-            value = 0.5 * slow_value(view.seen(copy[view.parameter_name]), form)
+            value = 0.5 * slow_value(view.matrix_in(copy[view.parameter_name]), form)
             total = total + value
             label = f"feedforward.{network.stack}.{network.layer}.{part}"
             assert any(key.startswith(label[: label.rfind(".")]) for key in terms)

@@ -183,7 +183,7 @@ INNOCENT = {
 }
 
 
-def own():
+def own_model():
     return Model(), batch().double()
 
 
@@ -222,9 +222,9 @@ def llama():
 
 
 PLACES = {
-    "own query": (own, "attention.q_proj", "query"),
-    "own output": (own, "attention.o_proj", "output"),
-    "own feed-forward": (own, "mlp.up_proj", "feedforward_in"),
+    "own query": (own_model, "attention.q_proj", "query"),
+    "own output": (own_model, "attention.o_proj", "output"),
+    "own feed-forward": (own_model, "mlp.up_proj", "feedforward_in"),
     "bert": (bert, "encoder.layer.0.attention.self.query", "query"),
     "bert feed-forward": (bert, "encoder.layer.0.intermediate.dense", "feedforward_in"),
     "gpt2": (gpt2, "h.0.attn.c_attn", "query"),

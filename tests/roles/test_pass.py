@@ -96,7 +96,7 @@ def roles_of(name):
     return model, find_roles(model, BATCHES[name]() if name in BATCHES else None)
 
 
-def shown(view, path, heads=()):
+def label_of(view, path, heads=()):
     entry = "" if view.expert is None else f"[{view.expert}]"
     name = view.parameter_name.removeprefix(f"{path}.").removesuffix(".weight") + entry
     spans = [span for head in heads for span in head] if heads else view.spans or ()
@@ -109,11 +109,11 @@ def test_the_last_layer_is_what_its_code_says(name):
     part = roles.attention[-1]
     network = roles.feedforward[-1]
     rows = {
-        role: shown(getattr(part, role), part.path, part.heads.get(role))
+        role: label_of(getattr(part, role), part.path, part.heads.get(role))
         for role in ("query", "key", "value", "output")
     }
     views = {"up": network.up, "gate": network.gate, "down": network.down}
-    rows |= {role: shown(view, network.path) for role, view in views.items() if view}
+    rows |= {role: label_of(view, network.path) for role, view in views.items() if view}
     assert rows == TRUTH[name]
     assert part.kind == ("cross" if name == "whisper" else "self")
     assert part.num_heads == 4
@@ -155,7 +155,7 @@ def rows_of(view):
 def test_latent_attention_names_both_factors():
     _, roles = roles_of("deepseek-v3")
     part = roles.attention[-1]
-    assert [(role, shown(view, part.path)) for role, view in part.extra_projections] == [
+    assert [(role, label_of(view, part.path)) for role, view in part.extra_projections] == [
         ("key", "kv_a_proj_with_mqa 8:12"),
         ("latent", "q_a_proj"),
         ("latent", "kv_a_proj_with_mqa 0:8"),
@@ -171,7 +171,7 @@ def test_the_gradient_of_a_view_lands_in_its_rows(name):
         parameter = weight.view.parameter
         seed = torch.randn(view.shape)
         (gradient,) = torch.autograd.grad((view.tensor() * seed).sum(), parameter)
-        assert torch.equal(view.seen(gradient), seed)
+        assert torch.equal(view.matrix_in(gradient), seed)
         assert gradient.ne(0).sum() == seed.ne(0).sum()
 
 
@@ -317,11 +317,14 @@ def test_a_model_of_nobodys_names_needs_a_batch():
         find_roles(Custom())
     roles = find_roles(Custom(), torch.randn(2, 5, 16))
     (part,) = roles.attention
-    assert shown(part.value, "") == "a 0:8 24:32"
+    assert label_of(part.value, "") == "a 0:8 24:32"
     assert [view.spans for view in part.by_head("query")] == [((8, 16),), ((32, 40),)]
     assert part.path == ""
     assert roles.unnamed == ("lost.weight (16, 16)",)
-    assert [shown(w.view, "") for w in roles.weights() if w.role.startswith("feed")] == ["c", "d"]
+    assert [label_of(w.view, "") for w in roles.weights() if w.role.startswith("feed")] == [
+        "c",
+        "d",
+    ]
 
 
 def test_a_batch_that_cannot_be_run_is_an_error_that_says_so():

@@ -109,7 +109,7 @@ def differing(state, other):
     return [name for name in state if not same(state[name], other[name])]
 
 
-def found(model, batch):
+def find_roles_quietly(model, batch):
     """Roles of a model, after a check that looking changed nothing and sent nothing."""
     before = state_of(model)
     with Collectives() as sent:
@@ -139,7 +139,7 @@ def test_roles_are_those_before(name, mesh):
     assert expected.attention
     assert expected.feedforward
     by_layer(model, mesh=mesh)
-    roles = found(model, batch)
+    roles = find_roles_quietly(model, batch)
     assert roles == expected
     for weight, plain in zip(roles.weights(), expected.weights(), strict=True):
         assert weight.view.owner is plain.view.owner
@@ -147,7 +147,9 @@ def test_roles_are_those_before(name, mesh):
         assert isinstance(weight.view.parameter, DTensor)
     assert torch.equal(output_of(model, batch), output)
     check_step(model, batch)
-    assert found(model.eval(), batch) == expected  # the root is whole now, as after every forward
+    assert (
+        find_roles_quietly(model.eval(), batch) == expected
+    )  # the root is whole now, as after every forward
 
 
 def unsharded(model, mesh):
@@ -240,7 +242,7 @@ def test_roles_are_those_before_in_every_state(route, mesh):
     batch = batch_of("phi3")
     expected = wp.find_roles(model, batch)
     sharded = ROUTES[route](model, mesh)
-    assert plain_names(found(sharded, batch)) == plain_names(expected)
+    assert plain_names(find_roles_quietly(sharded, batch)) == plain_names(expected)
     if "compiled" not in route:
         check_step(sharded, batch)
 
@@ -252,7 +254,10 @@ def test_a_tied_weight_and_a_part_of_a_model(mesh):
     expected = wp.find_roles(model, batch), wp.find_roles(model.transformer, batch)
     fully_shard(model, mesh=mesh)
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert (found(model, batch), found(model.transformer, batch)) == expected
+    assert (
+        find_roles_quietly(model, batch),
+        find_roles_quietly(model.transformer, batch),
+    ) == expected
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -332,7 +337,7 @@ BY_NAME = {
 def test_by_name_with_the_reason(cut, mesh):
     model = built("llama")
     expected = wp.find_roles(model, run=False)
-    roles = found(cut(model, mesh), batch_of("llama"))
+    roles = find_roles_quietly(cut(model, mesh), batch_of("llama"))
     assert roles.attention == expected.attention
     assert roles.feedforward == expected.feedforward
     (note,) = roles.notes
@@ -361,9 +366,9 @@ def test_by_name_if_whole_weights_are_too_large(mesh, monkeypatch):
     by_layer(model, mesh=mesh)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(memory // (2 * size)))
-    assert found(model, batch) == expected
+    assert find_roles_quietly(model, batch) == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(memory // size))
-    (note,) = found(model, batch).notes
+    (note,) = find_roles_quietly(model, batch).notes
     assert "more than half of the 0.0 GB of cpu; call find_roles before fully_shard" in note
 
 
@@ -419,7 +424,7 @@ def in_turns(model, batch, rank, shard):
     shard(model)
     for turn in range(dist.get_world_size()):
         if turn == rank:
-            assert found(model, batch) == expected, type(model)
+            assert find_roles_quietly(model, batch) == expected, type(model)
         dist.barrier()
     check_step(model, batch)
 

@@ -24,7 +24,7 @@ def penalize(model, batch):
         if weight.role not in {"token_embedding", "position_embedding"}:
             gradient = weight.view.parameter.grad
             assert gradient is not None
-            assert weight.view.seen(gradient).any(), weight.view.label
+            assert weight.view.matrix_in(gradient).any(), weight.view.label
 
 
 def constrain(model, batch):
@@ -65,7 +65,7 @@ def affinity(model, batch):
     first = next(part for part in penalty.roles.attention if part.kind == "self")
     gradient = first.query.parameter.grad
     assert gradient is not None
-    assert first.query.seen(gradient).any()
+    assert first.query.matrix_in(gradient).any()
 
 
 def t_fixup(model, batch):

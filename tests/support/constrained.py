@@ -90,7 +90,7 @@ OPTIMIZERS = {
 }
 
 
-def held(kind="sgd", where=NAMES, *, model=None, lr=None, **options):
+def constrained(kind="sgd", where=NAMES, *, model=None, lr=None, **options):
     """A model (`Mixed`), an optimizer of all its parameters, and the constraint on the weights."""
     model = Mixed() if model is None else model
     optimizer = OPTIMIZERS[kind](list(model.parameters()))

@@ -83,12 +83,12 @@ def loss_of(name, model):
     return run(model).square().mean()
 
 
-def whole(tensor):
+def gathered(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def copied(model):
-    return {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
+    return {name: gathered(value.detach()).clone() for name, value in model.named_parameters()}
 
 
 def stepped(name, model, options):
@@ -152,7 +152,7 @@ def penalised(name, model, options):
     terms = penalty.terms()
     penalty.remove()
     pairs = model.named_parameters()
-    gradients = {name: whole(p.grad) for name, p in pairs if p.grad is not None}
+    gradients = {name: gathered(p.grad) for name, p in pairs if p.grad is not None}
     result = {"paths": [*terms], "errors": terms, "weights": gradients, "counts": {}}
     return result | {"moved": 1.0, "restored": ""}
 

@@ -77,7 +77,7 @@ def padded(rows, pad, multiple, side="right"):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def own(windows, tokenizer, special=True, side="right"):
+def own_windows(windows, tokenizer, special=True, side="right"):
     rows = tokenizer(TEXTS, add_special_tokens=special)["input_ids"]
     width = windows.config.word_tokens + 1
     return padded(rows, tokenizer.pad_token_id, width, side)
@@ -95,9 +95,9 @@ def without_marks(windows, tokenizer):
 
 
 OTHER = {
-    "whole texts": own,
-    "without special tokens": lambda *model: own(*model, special=False),
-    "padded on the left": lambda *model: own(*model, side="left"),
+    "whole texts": own_windows,
+    "without special tokens": lambda *model: own_windows(*model, special=False),
+    "padded on the left": lambda *model: own_windows(*model, side="left"),
     "fewer tokens": lambda windows, tok: of_other_windows(
         windows, tok, (windows.config.word_tokens + 1) // 2 - 1 or 7
     ),

@@ -43,8 +43,8 @@ def resume(run, steps):
 @pytest.mark.parametrize("command", ["certify", "measure", "report"])
 def test_a_command_takes_the_run(old_run, command, cli):
     output = cli([command, str(old_run), *(["--out", "page"] if command == "report" else [])]).out
-    shown = {"certify": "certified", "measure": "token_embedding", "report": "0.839"}
-    assert shown[command] in output
+    expected = {"certify": "certified", "measure": "token_embedding", "report": "0.839"}
+    assert expected[command] in output
 
 
 def test_a_run_that_trained_in_fp16_is_read_and_not_gone_on_with(old_run, cli, capsys):

@@ -166,11 +166,11 @@ def by_value(described: Sequence[tuple[str, Any]]) -> dict[str, dict[str, list[s
     for name in dict.fromkeys(name for _, values in described for name in values):
         groups[name] = {}
         for variant, values in described:
-            groups[name].setdefault(shown(values.get(name, "-")), []).append(variant)
+            groups[name].setdefault(as_text(values.get(name, "-")), []).append(variant)
     return groups
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return a setting as text."""
     if value is None or value == []:
         return "none"

@@ -101,7 +101,7 @@ class ConstrainedMatrix(Constrained):
     def value(self) -> Tensor:
         """The matrix, detached, or the part of it in this process's shard: a view."""
         if self.layout is None:
-            return self.slice.seen(self.parameter.detach())
+            return self.slice.matrix_in(self.parameter.detach())
         parameter: Any = self.parameter.detach()
         part = self.layout.part(parameter.to_local())
         return part.mT if self.slice.transposed else part
@@ -110,7 +110,7 @@ class ConstrainedMatrix(Constrained):
     def gradient(self) -> Tensor | None:
         """The matrix's part of the gradient: a view."""
         gradient = self.parameter.grad
-        return None if gradient is None else self.slice.seen(gradient)
+        return None if gradient is None else self.slice.matrix_in(gradient)
 
     @property
     def entries_in_float32(self) -> int:

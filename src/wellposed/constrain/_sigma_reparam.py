@@ -44,7 +44,7 @@ class SigmaReparametrized:
         for part in self._slices:
             reparam = _reparam_of(part)
             with torch.no_grad(), _AtRest(part.module):
-                matrix = part.seen(getattr(part.module, part.name))
+                matrix = part.matrix_in(getattr(part.module, part.name))
             gains = reparam.gain.detach()[part.expert or 0]
             rows = range(matrix.shape[0]) if part.rows is None else part.rows
             gain = float(gains[reparam.blocks.index(rows)])
@@ -192,7 +192,7 @@ def _problem(part: WeightSlice, names: Sequence[str]) -> str:
         "it is on the meta device, without values; load the weights first": parameter.is_meta,
     }
     problem_of_kind = next((problem for problem, is_so in problems.items() if is_so), "")
-    return problem_of_kind or _problem_of_values(part.seen(parameter.detach()))
+    return problem_of_kind or _problem_of_values(part.matrix_in(parameter.detach()))
 
 
 def _problem_of_values(matrix: Tensor) -> str:

@@ -54,7 +54,7 @@ class WeightSlice:
         step = f":{self.rows.step}" if self.rows.step > 1 else ""
         return f"{self.parameter_name}{expert}[{self.rows.start}:{self.rows.stop}{step}]"
 
-    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+    def matrix_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape: a view."""
         matrix = tensor if self.expert is None else tensor[self.expert]
         oriented = matrix.mT if self.transposed else matrix

@@ -19,4 +19,4 @@ class Wholes:
         if self._last is None or self._last[0] is not parameter:
             self._last = None  # frees it before the next arrives
             self._last = parameter, read(parameter)
-        return part.seen(self._last[1])
+        return part.matrix_in(self._last[1])

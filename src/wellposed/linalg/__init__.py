@@ -29,9 +29,9 @@ from wellposed.linalg._norms import check_norm as check_norm
 from wellposed.linalg._norms import check_token_norm as check_token_norm
 from wellposed.linalg._norms import gram_iteration_norm as gram_iteration_norm
 from wellposed.linalg._norms import infinity_norm as infinity_norm
-from wellposed.linalg._norms import least as least
 from wellposed.linalg._norms import power_of_two as power_of_two
 from wellposed.linalg._norms import rounded_sums as rounded_sums
+from wellposed.linalg._norms import smallest_bound as smallest_bound
 from wellposed.linalg._norms import symmetric_product as symmetric_product
 from wellposed.linalg._orthogonal import ErrorNorm as ErrorNorm
 from wellposed.linalg._orthogonal import isometry_error as isometry_error

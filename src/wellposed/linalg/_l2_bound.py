@@ -22,8 +22,8 @@ from wellposed.linalg._norms import (
     certified_spectral_norm,
     check_norm,
     infinity_norm,
-    least,
     power_of_two,
+    smallest_bound,
     wide_enough,
 )
 from wellposed.linalg._tensors import full_precision
@@ -174,7 +174,7 @@ class L2Layer:
         values = [
             Bound(self._joint(form, constants, norm), f"{form}, {norm} (B3)") for form in forms
         ]
-        return least([composite, *values])
+        return smallest_bound([composite, *values])
 
     def _joint(
         self, form: str, constants: L2Constants, norm: Norm, *, guess: bool = False

@@ -71,7 +71,7 @@ class Bound:
     form: str
 
 
-def least(bounds: Sequence[Bound]) -> Bound:
+def smallest_bound(bounds: Sequence[Bound]) -> Bound:
     """Return the smallest of several proved bounds; the first wins a tie."""
     return min(bounds, key=lambda bound: float(bound.value.detach()))
 

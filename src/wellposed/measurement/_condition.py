@@ -152,7 +152,7 @@ class StackedCondition:
         view = self._views[index]
         with _READING:
             gathered = self._gathered.get(id(view.parameter))
-            return read(view.tensor()) if gathered is None else view.seen(gathered)
+            return read(view.tensor()) if gathered is None else view.matrix_in(gathered)
 
     def _scaled_gram(self, matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return scales near the Frobenius norms, and the Gram matrices of the scaled rows."""

@@ -29,7 +29,7 @@ def local_part(view: WeightView, tensor: Tensor | None = None) -> Tensor:
     """Return the entries of a weight on this process, of its values or a gradient."""
     stored = view.parameter if tensor is None else tensor
     if not is_sharded(stored) or (cut := cut_of_view(view)) is None:
-        return view.tensor() if tensor is None else view.seen(tensor)
+        return view.tensor() if tensor is None else view.matrix_in(tensor)
     entry = (view.expert or 0) if stored.ndim == 3 else None
     axis = -1 if view.transposed else -2
     block = None if view.spans is None else block_of(view.spans)

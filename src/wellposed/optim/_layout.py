@@ -31,7 +31,7 @@ class Piece(NamedTuple):
         start, stop, step = self.rows
         return f"{expert}[{start}:{stop}{f':{step}' if step > 1 else ''}]"
 
-    def seen(self, tensor: Tensor) -> Tensor:
+    def matrix_in(self, tensor: Tensor) -> Tensor:
         """Return the matrix (out, in) inside a tensor of the parameter's shape: a view."""
         matrix = tensor if self.expert is None else tensor[self.expert]
         oriented = matrix.mT if self.transposed else matrix

@@ -166,7 +166,7 @@ class Scion(Optimizer):
 
         ball = BALLS[group["norm"]]
         matrices = [
-            _Matrix(piece.seen(weight), piece.seen(momentum))
+            _Matrix(piece.matrix_in(weight), piece.matrix_in(momentum))
             for weight, momentum in zip(stepped, momenta, strict=True)
             for piece in self._pieces[weight]
         ]
@@ -223,7 +223,7 @@ class Scion(Optimizer):
             ball = BALLS[group["norm"]]
             for weight in group["params"]:
                 for piece in self._pieces[weight]:
-                    matrix = piece.seen(weight)
+                    matrix = piece.matrix_in(weight)
                     radius = group["radius"] * ball.radius(_shape(matrix))
                     size = ball.size(_at_least_1d(matrix)) / radius
                     yield f"{self._names[weight]}{piece.label}", matrix, size

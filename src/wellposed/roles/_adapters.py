@@ -87,17 +87,17 @@ class AdaptedView(WeightView):
                 " (peft's MultiheadAttention)"
             )
         if not self.closed:
-            return self.seen(self._called())
+            return self.matrix_in(self._called())
         if self._is_of_parameter:
             names = (name for name in _active(layer) if name in layer.lora_A)
             total = sum(map(layer.get_delta_weight, names), start=self.parameter)
-            return self.seen(gathered(total) if self.crosses_shards else total)
+            return self.matrix_in(gathered(total) if self.crosses_shards else total)
         weight = super().tensor()
         for a, b, scale in self._factors():
             if self.crosses_shards:
                 a = gathered(a)
                 b = gathered(b)
-            rows = replace(self, transposed=False).seen(b)
+            rows = replace(self, transposed=False).matrix_in(b)
             weight = weight + (scale * (rows @ a)).to(weight.dtype)
         return weight
 
@@ -185,7 +185,7 @@ def effective_roles(model: nn.Module, roles: Roles) -> Roles:
         notes.extend(_lost_by_merging(changed))
         return changed
 
-    def seen(part: Any) -> Any:
+    def with_effective_views(part: Any) -> Any:
         views = {n: v for n, v in vars(part).items() if isinstance(v, WeightView)}
         changed: dict[str, Any] = {name: effective(view) for name, view in views.items()}
         if isinstance(part, AttentionRole):
@@ -194,7 +194,9 @@ def effective_roles(model: nn.Module, roles: Roles) -> Roles:
         return replace(part, **changed)
 
     groups = ("attention", "feedforward", "embeddings", "loose")
-    parts: dict[str, Any] = {name: tuple(map(seen, getattr(roles, name))) for name in groups}
+    parts: dict[str, Any] = {
+        name: tuple(map(with_effective_views, getattr(roles, name))) for name in groups
+    }
     return replace(roles, **parts, notes=tuple(dict.fromkeys((*roles.notes, *notes))))
 
 

@@ -150,7 +150,7 @@ class WeightView:
         every rank must do; DTensor would give it a gradient that is not cut as the parameter is.
         """
         stored = self.parameter
-        return self.seen(gathered(stored) if self.crosses_shards else stored)
+        return self.matrix_in(gathered(stored) if self.crosses_shards else stored)
 
     @property
     def crosses_shards(self) -> bool:
@@ -163,7 +163,7 @@ class WeightView:
         is_of_stack = stored.ndim == 3 and cut is not None and cut.dim == 0
         return cut is None or is_of_stack or (self.spans is not None and cut.dim == rows)
 
-    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+    def matrix_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape, such as its gradient."""
         matrix = tensor[self.expert or 0] if tensor.ndim == 3 else tensor
         return self.rows_in(matrix.t() if self.transposed else matrix)

@@ -56,7 +56,7 @@ def between(tower, x):
     tower.layers[2].divide_by = 0.0
 
 
-def given(tower, x):
+def infinite_input(tower, x):
     x[0, 0, 0] = float("inf")
 
 
@@ -68,7 +68,7 @@ CASES = [
     (weight, "layers.1.o_proj"),
     (output, "layers.1.o_proj"),
     (between, "layers.2"),
-    (given, "(the loss)"),
+    (infinite_input, "(the loss)"),
 ]
 
 

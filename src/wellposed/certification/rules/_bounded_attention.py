@@ -35,7 +35,7 @@ from wellposed.linalg import (
     Norm,
     check_norm,
     l2_constants,
-    least,
+    smallest_bound,
 )
 from wellposed.nn import BallAttention, CosineSelfAttention, L2SelfAttention, project_to_ball
 
@@ -144,7 +144,7 @@ def cosine_attention_bound(
         return bound
     width = math.sqrt(query.shape[1]) if norm == "inf" else 1.0
     with_output = output_norm * weights.per_token().square().sum().sqrt() * width * (1 + 1e-12)
-    return least([bound, Bound(with_output, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")])
+    return smallest_bound([bound, Bound(with_output, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")])
 
 
 def _cosine_bound(weights: CosineWeights, *, seq_len: int, norm: Norm, mask: MaskKind) -> Bound:
@@ -153,7 +153,7 @@ def _cosine_bound(weights: CosineWeights, *, seq_len: int, norm: Norm, mask: Mas
         mass = row_mass(seq_len, mask, float(weights.tau.max()))
         per_head = weights.per_row(mass, min(mass, math.sqrt(seq_len / 2)))
         apart = Bound(weights.outputs.joined(per_head, balance=balance), "heads joined, 2 (B6)")
-        return least([apart, weights.all_heads(mass)])
+        return smallest_bound([apart, weights.all_heads(mass)])
     joined = weights.outputs.joined(weights.per_token(), balance=balance)
     best = Bound(joined, "heads joined, tok (B6)")
     if norm != "inf":

@@ -21,7 +21,7 @@ from wellposed.certification.rules._attention_weights import (
     weights_of,
 )
 from wellposed.certification.rules._near import nearer
-from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
+from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, smallest_bound
 from wellposed.nn import DotProductAttention, InverseDAttention
 
 _NO_GLOBAL_CONSTANT = (
@@ -66,7 +66,7 @@ def in_norm(
     best = bound(norm="sum" if context.norm == "sum" else "tok")
     if context.norm == 2:
         by_tok = Bound(best.value * math.sqrt(context.seq_len), f"sqrt(N) x ({best.form})")
-        best = least([bound(norm=2), by_tok])
+        best = smallest_bound([bound(norm=2), by_tok])
     elif context.norm == "inf":
         best = Bound(best.value * math.sqrt(width), f"sqrt(D) x ({best.form})")
     value = float(best.value)
@@ -122,7 +122,11 @@ def _with_query_term(
     together = weights.join(averages, f"{form}, queries together")
     total = (together.value + terms.joint_query) * (1 + 1e-12)
     bound = Bound(total, together.form)
-    return least([bound, weights.join(averages + terms.query, form)]) if weights.is_small else bound
+    return (
+        smallest_bound([bound, weights.join(averages + terms.query, form)])
+        if weights.is_small
+        else bound
+    )
 
 
 def dot_product_ball_bound(
@@ -178,7 +182,7 @@ def dot_product_ball_bound(
         + radius / root * key_masses.amax() * (value * terms.query_size).amax() * key_all
     )
     together = Bound(weights.output_norm * bracket, "ball R, norm 2, heads together (B5)")
-    return least([per_head, together])
+    return smallest_bound([per_head, together])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from wellposed.certification._layer_bound import LayerBound
 from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._attention_weights import AttentionWeights
 from wellposed.certification.rules._cosine_weights import CosineWeights
-from wellposed.linalg import Bound, MaskKind, least
+from wellposed.linalg import Bound, MaskKind, smallest_bound
 
 # Allowance for float64 sums, as the terms are not products of certified norms alone.
 _SLACK = 1 + 1e-9
@@ -37,7 +37,7 @@ def dot_product_near(weights: AttentionWeights, centre: Centre, moved: float) ->
         Bound(torch.stack([bound.value for bound in inputs]).amax(), inputs[0].form)
         for inputs in zip(*rows, strict=True)
     ]
-    return least(forms)
+    return smallest_bound(forms)
 
 
 def nearer(
