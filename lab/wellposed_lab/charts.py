@@ -143,6 +143,7 @@ def coinciding(panel: Panel) -> list[list[int]]:
                 break
         else:
             groups.append([number])
+
     return [group for group in groups if len(group) > 1]
 
 
@@ -201,6 +202,7 @@ def fitted(panels: Sequence[Panel]) -> list[Panel]:
         values = every.setdefault(panel.y_label, [])
         values += chain(*((*line.y, *chain(*line.band)) for line in series))
         values += panel.level[1:] if panel.level else ()
+
     axes = {label: _axis(values) for label, values in every.items() if values}
     return [
         replace(panel, **axes.get(panel.y_label, {})) if panel.y_limits is None else panel
@@ -256,12 +258,14 @@ def figure_of(
         if mine and not is_shared:
             at = {"loc": "upper left", "bbox_to_anchor": (0, -0.3)}
             axes.legend(mine.values(), mine.keys(), **at, **_LEGEND)
+
     for axes, panel in zip(figure.axes, panels, strict=True):
         _finish(axes, panel)
     if is_shared and handles:
         visible = [label for label in labels if label in handles]
         at = {"loc": "outside lower left", "ncols": across}
         figure.legend([handles[label] for label in visible], visible, **at, **_LEGEND)
+
     return figure
 
 
@@ -314,6 +318,7 @@ def _scale(axes: Any, panel: Panel) -> None:
         axes.set_xscale("symlog", linthresh=smallest)
     else:
         axes.set_xscale(panel.x_scale)
+
     axes.set_yscale(panel.y_scale)
     if panel.x_scale == "linear" and all(float(x).is_integer() for x in places):
         # Layers, seeds and counts have no halves.
@@ -336,6 +341,7 @@ def _finish(axes: Any, panel: Panel) -> None:
             name, (1, height), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points",
             ha="left", va="center", fontsize=8, annotation_clip=False,
         )  # fmt: skip
+
     if panel.y_limits is not None:
         axes.set_ylim(*panel.y_limits)
     for axis, scale in ((axes.xaxis, panel.x_scale), (axes.yaxis, panel.y_scale)):

@@ -31,6 +31,7 @@ def import_file(path: Path) -> None:
     digest = sha256(source).hexdigest()
     if _imported.get(str(path)) == digest:
         return
+
     try:
         _run(source, path, f"wellposed_import_{digest[:16]}")
     except (Exception, SystemExit) as error:

@@ -89,6 +89,7 @@ class PairedComparison:
             return f"{text}, so there is no spread to test with"
         if self.t_statistic is None:
             return f"no significant difference (equal on all {seeds})"
+
         holm = "" if self.p_holm == self.p_value else f", Holm {self.p_holm:.3g}"
         p = f"p = {self.p_value:.3g}{holm}"
         if not self.significant:
@@ -99,6 +100,7 @@ class PairedComparison:
             )
             return f"no {kind} ({self.mean_difference:+.4g}; {p}, {seeds})"
         side = "better" if (self.mean_difference > 0) == self.higher_is_better else "worse"
+
         return f"{side} by {abs(self.mean_difference):.4g} ({p}, {seeds})"
 
     @property
@@ -162,6 +164,7 @@ def paired_comparison(
         raise DataError(
             f"a paired test needs equal lengths, received {len(values)} and {len(first)} values"
         )
+
     _require_finite([*values, *first])
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean, error = mean_and_standard_error(differences)
@@ -169,6 +172,7 @@ def paired_comparison(
     scale = max(map(abs, [*values, *first]))
     if abs(mean) <= ROUNDING * scale:  # what is left of differences that cancel
         mean = 0.0
+
     t = p = None
     if error is not None:
         if not any(differences):
@@ -176,6 +180,7 @@ def paired_comparison(
         elif error > ROUNDING * scale:
             t = mean / error
             p = float(2 * _special().stdtr(pairs - 1, -abs(t)))
+
     return PairedComparison(pairs, mean, error, t, p, p, higher_is_better, scale=scale)
 
 
@@ -199,9 +204,11 @@ def compare_seeds(
         obstacles.append(f"the baseline {baseline.name}{baseline_text}")
     if not shared and not obstacles:
         obstacles.append(f"no seed is shared with the baseline {baseline.name}")
+
     values, first = ([side.values[seed] for seed in shared] for side in (variant, baseline))
     if not obstacles:
         return paired_comparison(values, first, higher_is_better=higher_is_better)
+
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean = mean_and_standard_error(differences)[0] if shared else None
     return PairedComparison(
@@ -326,6 +333,7 @@ def worth_it(c: PairedComparison, smallest: float, *, tests: int = 1) -> str:
     if c.obstacle or c.mean_difference is None or c.standard_error is None:
         reason = c.obstacle or "one seed has no test, so give --seeds 3 or more"
         return f"undecided: {reason}"
+
     gain = c.mean_difference if c.higher_is_better else -c.mean_difference
     seeds = f"{c.pairs} seeds"
     level = SIGNIFICANCE / tests
@@ -336,11 +344,13 @@ def worth_it(c: PairedComparison, smallest: float, *, tests: int = 1) -> str:
     if c.significant and gain >= smallest:
         p = f"p = {c.p_holm:.3g}, {seeds}"
         return f"worth it: better by {gain:.4g}, at least {smallest:.3g} was asked ({p})"
+
     reach = (largest_gain(c, level / 2) or 0.0) - gain
     sure = f"{100 * (1 - level):.3g} %"
     if gain + reach < smallest:
         most = f"the gain is {gain:.4g} and at most {gain + reach:.4g}, less than {smallest:.3g}"
         return f"not worth it: {most} ({sure}, {seeds})"
+
     between = f"between {gain - reach:.4g} and {gain + reach:.4g} ({sure})"
     deviation = c.standard_error * math.sqrt(c.pairs)
     counts = range(c.pairs + 1, _MOST_SEEDS)

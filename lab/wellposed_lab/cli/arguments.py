@@ -324,6 +324,7 @@ def command_form(command: str, task: str, extra: type[Any], summary: str) -> par
     arguments = dataclasses.make_dataclass(
         "Arguments", list(hints.items()), frozen=True, kw_only=True
     )
+
     return parser.Form(
         arguments,
         prog=f"wellposed {command} {task}",
@@ -360,4 +361,5 @@ def _run_config(base: configs.RunConfig, filled: Any) -> configs.RunConfig:
             " model with --from FOLDER, or its config.json (docs/howto/images.md has one for small"
             " images). The task image reads pixels one by one"
         )
+
     return run

@@ -45,6 +45,7 @@ def model_folder(name: str) -> str:
             f"{name}: is a file, expected a run folder or a saved model{only}; name the folder of a"
             " model"
         )
+
     # runs/ is the default folder of runs, which may not exist yet.
     below = os.sep in name and (path.parent.is_dir() or name.startswith("runs/"))
     if below or _HUB_NAME.fullmatch(name) is None:

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Escape names that the terminal cannot show.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
     own_options: dict[str, Any] = {"debug": False}
     try:
         own_options = peek_arguments(words, flags=["debug"], many=["import"])
@@ -77,6 +78,7 @@ def _dispatch(words: list[str], *, imports: Sequence[str]) -> int:
             f"wellposed {words[0]} runs in one process; start it without torchrun or accelerate"
             " launch"
         )
+
     for file in imports:
         import_file(Path(file))
     module = importlib.import_module(COMMANDS.get(words[0]).module)
@@ -84,6 +86,7 @@ def _dispatch(words: list[str], *, imports: Sequence[str]) -> int:
         raise errors.ConfigError(
             f"command {words[0]!r}: its module {module.__name__} has no function run(words)"
         )
+
     return module.run(words[1:])
 
 
@@ -100,6 +103,7 @@ def _notices() -> Iterator[None]:
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if is_first() else logging.WARNING)
+
     try:
         yield
     finally:
@@ -124,6 +128,7 @@ def _describe(error: Exception, words: Sequence[str]) -> str | None:
             f"{words[0]}: out of memory: the model, its inputs or a batch is too large for this"
             f" machine ({str(error).partition(chr(10))[0] or 'no more memory'})"
         )
+
     return None
 
 

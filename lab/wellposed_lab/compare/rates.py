@@ -187,6 +187,7 @@ def _on_valid(ended: RunResult) -> dict[str, Any]:
     if ended.status != "success":
         numbers = ("learning_rate", "metric", "value", "loss", "cost")
         return {**dict.fromkeys(numbers), "steps": steps}
+
     metrics = result["results"][result["task"]]
     headline = result["headline"]
     value = metrics.get(f"{headline},valid")

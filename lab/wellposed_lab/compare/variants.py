@@ -89,6 +89,7 @@ def check_options(
                 " every variant; leave them out, or the variant"
             )
         problems += [f"{spec}: {', '.join(lines.values())}"] if lines else []
+
     asked, before = (flat_options((config or base).to_dict()) for config in (base, asked_of))
     unread = sorted(
         name
@@ -98,6 +99,7 @@ def check_options(
     if unread:
         names = ", ".join(f"{name} = {asked[name]!r}" for name in unread)
         raise ConfigError(f"{names}: no variant of {', '.join(variants)} reads it; leave it out")
+
     return problems
 
 
@@ -121,6 +123,7 @@ def _replaced_options(base: RunConfig, spec: str) -> dict[str, tuple[Any, Any]]:
         forms = _form(base.penalty, name), _form(used.penalty, name)
         if asked[f"penalty.{name}"] and asked[f"penalty.{name}"] == constrained[f"penalty.{name}"]:
             replaced |= {f"penalty.{name}'s form": forms} if forms[0] != forms[1] else {}
+
     return replaced
 
 
@@ -447,12 +450,15 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     if not 1 <= budget < float("inf"):
         problem = f"budget = {budget}, expected a finite number, 1 or more"
         raise ConfigError(f"lipschitz: {problem}: a residual keeps its input")
+
     residual: dict[str, Any] = {"residual": "convex"}
     if budget > 1:
         residual = {"residual": "budget", "budget": budget}
+
     embeddings: dict[str, Any] = {"unit_embeddings": True}
     if (base.train.margin_loss or "").startswith("words"):
         embeddings = {"ball_embeddings": True, "position": "none", "ball_temperature": COOL}
+
     parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "attention_dropout": 0.0}
     config = _with_model(base, **parts, **embeddings, **residual)
     scale = LIPSCHITZ_LOGIT_SCALE if base.train.logit_scale == 1 else base.train.logit_scale

@@ -131,6 +131,7 @@ class TaskComparison:
         first, *others = self.variants
         if not others or self.metric not in first.metrics:
             return "", {}
+
         asked = self.least_gain(self.metric, required)
         verdicts = {}
         rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
@@ -142,6 +143,7 @@ class TaskComparison:
                 tests = len(others)
                 worth = statistics.worth_it(test, asked, tests=tests)
                 verdicts[variant.variant] = worth + variant.not_tuned_alike
+
         return f"worth it? {rule}; not worth it: the interval of the gain ends below that", verdicts
 
     def worth(self, required: float | None = None) -> list[str]:
@@ -240,6 +242,7 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         raise DataError(
             f"runs of task {name} report different headline metrics; compare runs of one version"
         )
+
     scores = runs[0].values
     metric = next(m for m in (f"{headline},test", f"{headline},valid", *scores) if m in scores)
     higher = bool(directions.get(headline, True))
@@ -252,10 +255,12 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         # Valid chooses the weights, so even a model that learned nothing looks better there.
         judging = f"{judged},test"
         expected = (max if rises else min)(expected, of_train)
+
     if expected is not None:
         counts = (runs[0].result.get("n-samples") or {}).get(name) or {}
         examples = counts.get(judging.partition(",")[2])
         margin = statistics.learning_margin(expected, examples, share=rises)
+
     groups = _by_label(group_runs, lambda run: run.variant, _variant_settings)
     finished = [
         tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
@@ -266,6 +271,7 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         kind = column.partition(",")[0].partition("@")[0]
         better = bool(directions.get(kind, True))
         tests[column] = _comparisons(groups, column, needed=column == metric, higher=better)
+
     results = []
     notes = []
     first_group = next(iter(groups.values()))
@@ -295,6 +301,7 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
                 label, seeds, metrics, learned, test, failed, compared, unlike=tuple(unlike)
             )
         )
+
     learning: Any = {"reference_metric": judging, "reference_value": expected, "margin": margin}
     parts: Any = {"variants": tuple(results), "runs": tuple(finished), "notes": tuple(notes)}
     return TaskComparison(name, metric, higher, reference, **learning, **parts)
@@ -337,6 +344,7 @@ def _comparisons(
         values = {run.seed: run.values[metric] for run in done if metric in run.values}
         failures = {run.seed: run.failure for run in group if run.failure is not None}
         sides.append(statistics.SeedResults(variant, values, failures))
+
     tests = [
         statistics.compare_seeds(side, sides[0], higher_is_better=higher) for side in sides[1:]
     ]
@@ -350,6 +358,7 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
     for run in runs:
         key = json.dumps(settings(run), sort_keys=True, default=str)
         groups.setdefault((label(run), key), []).append(run)
+
     named: dict[str, list[Run]] = {}
     for (name, _), group in groups.items():
         rivals = [settings(other[0]) for (label, _), other in groups.items() if label == name]
@@ -367,6 +376,7 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
             texts = [f"{text}, {value}" for text, value in zip(texts, values[key], strict=True)]
         suffix = ", ".join(named_by + ["..."] * (len(named_by) < len(different)))
         named[f"{name} ({suffix})" if suffix else name] = group
+
     return named
 
 
@@ -400,6 +410,7 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
         value = format_number(task.reference_value)
         margin = format_number(task.margin, 2)
         caption += f"; learned: {task.reference_metric} better than {value} by {margin}"
+
     headings = dict.fromkeys([task.metric, *(m for m in task.metrics if m.endswith(",test"))])
     learned = {None: None, True: "yes", False: Cell("no", "no", "bad")}
     rows = []
@@ -419,6 +430,7 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
                 "learned": learned[result.learned],
             }
         )
+
     columns = [
         Column("variant", "variant", "text"),
         Column("seeds", "seeds", "text"),
@@ -428,6 +440,7 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
         Column("p_holm", "p (Holm)", digits=3),
         Column("learned", "learned", "text"),
     ]
+
     return Table(name, caption, columns, rows)
 
 
@@ -453,6 +466,7 @@ def verdict(task: TaskComparison) -> str:
     words = metric_words(task.metric)
     if not others:
         return f"One variant: nothing to compare with. {words}: {first.metrics[task.metric]}"
+
     sides: dict[str, list[str]] = {}
     for result in others:
         test = result.comparison
@@ -465,11 +479,13 @@ def verdict(task: TaskComparison) -> str:
             gains = (test.mean_difference > 0) is task.higher_is_better
             side = f"{'better' if gains else 'worse'} than {first.variant}"
         sides.setdefault(side, []).append(result.variant)
+
     parts = []
     for side, names in sorted(sides.items()):
         every = "all " if len(names) == len(others) else ""
         some = ", ".join(names) if len(names) <= FEW else f"{every}{len(names)} variants"
         parts.append(f"{some}: {side}")
+
     unlike = [result.variant for result in others if result.unlike]
     few = ", ".join(unlike) if len(unlike) <= FEW else f"{len(unlike)} variants"
     parts += [f"not tuned alike: {few}"] if unlike else []

@@ -71,9 +71,11 @@ def placebo(runs: Sequence[Run], first: Run) -> str:
     estimates = [float(move) for move in moves if isinstance(move, (int, float))]
     if not estimates or len(estimates) < len(moves) or not _differs_by_penalty(runs[0], first):
         return ""
+
     mean = sum(estimates) / len(estimates)
     if mean >= PLACEBO:
         return ""
+
     return (
         f"its penalty moves the weights by {100 * mean:.2g} % of their size in these runs, so no"
         f" difference can be seen; {_stronger(runs[0], mean)}"

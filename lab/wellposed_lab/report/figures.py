@@ -57,6 +57,7 @@ def figure(
         for series in panel.series:
             rounds, colour = divmod(series.colour or 0, len(charts.COLOURS))
             legend[series.label] = (charts.COLOURS[colour], rounds > 0)
+
     notes = (f"{panel.title}: {charts.coinciding_note(panel)}" for panel in panels)
     together = "; ".join(note for note in notes if not note.endswith(": "))
     if together:
@@ -75,6 +76,7 @@ def differences_figure(
     tested = [row for row in tests if row["mean_difference"] is not None]
     if not any(row["high"] is not None for row in tested):
         return None
+
     for metric in dict.fromkeys(row["metric"] for row in tested):
         mine = where(tested, metric=metric)
         required = task.least_gain(metric, worth)
@@ -97,6 +99,7 @@ def differences_figure(
             metric_words(metric), "variant, in the order of the legend", axis, series, **look
         )
         panels.append(panel)
+
     caption = (
         "Lines are 95 % intervals of the mean difference over the seeds that a variant shares with the"
         " first, without correction; intervals may extend beyond the edge. A mark is filled if the"
@@ -107,6 +110,7 @@ def differences_figure(
         " equal."
     )
     title = f"Differences from {first}, with intervals"
+
     return figure(title, name, panels, caption, None, folded=True)
 
 
@@ -116,9 +120,11 @@ def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
     finite = [row for row in rows if is_finite(row["loss"])]
     if not finite:
         return None
+
     headline = str(finite[0]["metric"])
     if all(row["loss"] == row["value"] for row in finite):
         headline = "loss"  # nats per character are the loss
+
     colours = dict.fromkeys((str(row["variant"]) for row in finite), None) | dict(numbers)
     panels = []
     for metric, column in {"loss": "loss", headline: "value"}.items():
@@ -126,6 +132,7 @@ def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
         series = lines(finite, "rate", column, by="variant")
         series = [replace(line, colour=colours[line.label]) for line in series]
         panels.append(Panel(words, "learning rate", words, series, "log"))
+
     caption = (
         "Validation of the runs that chose the learning rate of each variant: the first seed at every"
         " rate. The rate is that of the base, which some variants multiply. Runs that failed have no"
@@ -150,6 +157,7 @@ def curve_figures(
     caption = "One seed."
     if any(len(runs) > 1 for runs in groups.values()):
         caption = "Mean over seeds; the band reaches from the lowest seed to the highest."
+
     figures = []
     for part, (title, wanted) in parts.items():
         drawn = {
@@ -170,6 +178,7 @@ def curve_figures(
         if every:
             data = csv_link(f"{name}-{part}", list(every[0]), every)
             figures.append(figure(title, f"{name}-{part}", panels, caption, data))
+
     return figures
 
 
@@ -274,6 +283,7 @@ def orthogonality_figure(name: str, weights: Weights, numbers: Numbers) -> Figur
         if error is not None:
             curve = curves.setdefault(title, {}).setdefault((row["variant"], row["when"]), {})
             curve[row["layer"]] = max(error, curve.get(row["layer"], 0.0))
+
     styles: dict[str, Style] = {"before": "dashed", "after": "solid"}
     panels = []
     for title, mine in curves.items():
@@ -282,6 +292,7 @@ def orthogonality_figure(name: str, weights: Weights, numbers: Numbers) -> Figur
             for (variant, when), curve in mine.items()
         ]
         panels.append(Panel(title, "layer", "orthogonality error", series))
+
     caption = (
         "err_orth = |W Wᵀ / s - I| / |I| at the best scale s (of the smaller Gram matrix) after"
         " training, mean over seeds; dashed: before training. 0 is orthogonal. Of several weights of"

@@ -59,6 +59,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     for number, task in enumerate(comparison.tasks, start=1):
         runs = [[details[run.folder] for run in group] for group in task.runs]
         sections.append(task_section(number, task, runs, numbers, worth))
+
     environment = _environment()
     records = comparison.records()
     page = environment.get_template("report.html.j2").render(
@@ -78,6 +79,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     out.parent.mkdir(parents=True, exist_ok=True)
     # A name may not be UTF-8.
     atomic.replace_file(out, page.encode(errors="backslashreplace"))
+
     return out
 
 

@@ -146,6 +146,7 @@ def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
             " training"
         )
     newest, repeated = _without_repetitions(_in_order(runs, paths))
+
     return FoundRuns(tuple(newest), (*excluded, *repeated))
 
 
@@ -170,6 +171,7 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
         "finished runs lack files a report needs",
         "\ntrain these runs again, or leave them out of the report",
     )
+
     return loaded
 
 
@@ -259,6 +261,7 @@ def read_metrics(folder: Path) -> tuple[Mapping[str, Any], ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{file}: cannot be read ({why})") from None
+
     rows: dict[tuple[str, int], Mapping[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -269,6 +272,7 @@ def read_metrics(folder: Path) -> tuple[Mapping[str, Any], ...]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             expected = "expected a JSON object with step, split and numbers"
             raise DataError(f"{file}:{number}: {expected}, received {line[:60]!r}") from None
+
     return tuple(rows.values())
 
 
@@ -285,6 +289,7 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     missing = [name for name in ENTRIES if name not in entries and not fits(None, ENTRIES[name])]
     if missing:
         return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
+
     wrong = [*misfits(entries, ENTRIES)]
     metrics = None if wrong else result["results"].get(result["task"])
     values = metrics if isinstance(metrics, dict) else {}
@@ -292,6 +297,7 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
         references = (result.get(name) or {} for name in ("reference", "train_reference"))
         numbers = [pair for table in (*references, values) for pair in table.items()]
         wrong = [(*item, "a number") for item in numbers if not isinstance(item[1], _NUMBER)]
+
     if wrong:
         lines = [
             f"{name} is a {type(value).__name__}, expected {wanted}"
@@ -305,6 +311,7 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     if not _headline_values(result):
         names = ", ".join(values)
         return f"results lacks the headline metric {result['headline']!r}; it has {names}"
+
     return None
 
 
@@ -323,6 +330,7 @@ def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     by_variant: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_variant.setdefault(str(row["variant"]), []).append(row)
+
     notes = []
     for name, mine in by_variant.items():
         [best] = [index for index, row in enumerate(mine) if row["chosen"]]
@@ -335,6 +343,7 @@ def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
             side = "largest" if best else "smallest"
             note += f", and the {side} that was tried: widen --learning-rates"
         notes.append(note)
+
     return notes
 
 
@@ -396,11 +405,13 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
     file = folder / "result.json"
     if not file.exists():
         return _read_unfinished(folder)
+
     verify_run_file(folder / "config.toml")
     result = _read_json(file)
     problem = _result_problem(result)
     if problem:
         raise DataError(f"{file}: {problem}")
+
     info = result["train_info"]
     date = str(result["date"])
     if info.get("status") == "success":
@@ -412,12 +423,14 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
         certified = record.read_certified(folder, run_date=date)
         replaced = record.read_words(folder, run_date=date)
         return Run(folder, result, certified=certified, words=replaced)
+
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
     short = reason.partition("\n")[0]
     diverged = result.get("failure")
     if isinstance(diverged, dict):
         what = diverged.get("what", "not finite")
         short = f"diverged at step {diverged.get('step', '?')}: {what}"
+
     with suppress(DataError):
         alarm = first_alarm(read_metrics(folder))
         reason += f"; {alarm}" if alarm else ""

@@ -61,10 +61,12 @@ def task_section(
         figures.spectra_figure(f"{name}-spectra", weights, numbers),
         figures.orthogonality_figure(f"{name}-orthogonality", weights, numbers),
     ]
+
     if all(result.learned and not result.failed for result in task.variants):
         words = metric_words(task.reference_metric)
         reference = format_number(task.reference_value)
         learned = f"Every variant learned: {words} is better than the reference {reference}"
+
     (rule, verdicts) = task.worth_verdicts(worth)
     first = task.variants[0]
     unlearned = [f"undecided: {first.variant} did not learn"] if first.learned is False else []
@@ -111,11 +113,13 @@ def _answer(task: TaskComparison, data: CsvLink, worth: dict[str, str]) -> Table
         means = {name: Cell(metric.mean, str(metric)) for name, metric in result.metrics.items()}
         verdict = {"answer": Cell(text, text, style), "worth": worth.get(result.variant)}
         rows.append({"variant": result.variant, **means, **verdict})
+
     words = metric_words(task.metric)
     columns = [VARIANT, Column(task.metric, words)]
     for metric in certified:
         kind, _, size = metric.partition(",")[0].partition("@")
         columns.append(Column(metric, CERTIFIED[kind].format(size)))
+
     columns += [Column("answer", "answer", "wrap")]
     columns += [Column("worth", "worth it?", "wrap")] if worth else []
     caption = f"Each variant against {first}, by {words}"
@@ -145,6 +149,7 @@ def _training(name: str, groups: Groups) -> Table:
             values = [value / unit for value in entries if isinstance(value, (int, float))]
             row[key] = sum(values) / len(values) if values else None
         rows.append(row)
+
     columns = [
         Column(key, words, "number" if key == "seconds" else "count")
         for key, (*_, words) in TRAINING.items()

@@ -129,6 +129,7 @@ def bucketed_batches(
         pool.sort(key=lengths.__getitem__, reverse=True)
         if not tokens:
             return [pool[start : start + batch_size] for start in range(0, len(pool), batch_size)]
+
         batches: list[list[int]] = []
         width = 0
         for index in pool:
@@ -138,6 +139,7 @@ def bucketed_batches(
                 batches.append([])
                 width = widths[index]
             batches[-1].append(index)
+
         return batches
 
     usual = batch_size

@@ -55,6 +55,7 @@ def build_processor(name: str, train: Images, where: str) -> Any:
     form, _, source = name.partition(":")
     if form == "hf" and source:
         return load_processor(source)
+
     if form == "config" and source:
         size, count = _size_of_model(source)
     elif name == "data":
@@ -62,6 +63,7 @@ def build_processor(name: str, train: Images, where: str) -> Any:
         count = 3
     else:
         raise ConfigError(f"processor = {name!r}, expected {FORMS}")
+
     if count not in (1, 3):
         raise ConfigError(f"{where}: the model reads images of {count} channels, expected 1 or 3")
     resized = _processor(size, [0.0] * count, [1.0] * count)
@@ -72,6 +74,7 @@ def build_processor(name: str, train: Images, where: str) -> Any:
         values = pixel_values(resized, train.image(row)).double().numpy()
         first += values.mean((1, 2))
         second += np.square(values).mean((1, 2))
+
     mean = first / len(rows)
     std = np.sqrt(np.maximum(second / len(rows) - mean**2, 0.0))
     if not std.min() > 0:
@@ -85,6 +88,7 @@ def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
     count = channels(processor)
     if count == 1 and image.ndim == 3:
         image = reading.to_gray(image[None])[0]
+
     shaped = image[..., None].repeat(count, axis=-1) if image.ndim == 2 else image
     settings = {"return_tensors": "pt", "input_data_format": "channels_last"}
     try:

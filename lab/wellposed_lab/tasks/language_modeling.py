@@ -257,6 +257,7 @@ class LanguageModelingTask(LanguageModelTask):
                 "language_modeling: tokenizer = 'word', expected byte, character or"
                 " hf:NAME_OR_PATH; for words, which do not give the text back, use the task word_lm"
             )
+
         texts, source = _load(options)
         encoder = tokenizers.build_encoder(options.tokenizer, [texts["train"]], max_words=1)
         super().__init__(
@@ -303,6 +304,7 @@ def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
             f"tokenizer {encoder.kind!r} gives no offsets of its tokens, so bytes cannot be counted;"
             " give a folder with tokenizer.json"
         )
+
     ids: list[NDArray[np.integer]] = []
     sizes: list[NDArray[np.integer]] = []
     for piece in cut_lines(text, PIECE):
@@ -312,6 +314,7 @@ def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
         ends = np.fromiter((end for _, end in offsets), np.int64, len(offsets))
         ids.append(np.array(encoded["input_ids"], np.int32))
         sizes.append(_bytes_up_to(piece, ends))
+
     tokens = np.concatenate(ids)
     unknown = tokenizers.count_unknown(tokenizer, tokens)
     return Encoded(Ragged(tokens, [len(tokens)]), [len(tokens)], unknown, np.concatenate(sizes))
@@ -390,6 +393,7 @@ class CharLMTask(LanguageModelTask):
                     " line feed, so it is one line; give examples='blocks'"
                 )
             line_feed = int(encoder.encode(["\n"]).ids.flat[0])
+
         super().__init__(
             encoder=encoder,
             encoded={split: encoder.encode([text]) for split, text in texts.items()},

@@ -59,16 +59,19 @@ class TextClassificationTask(classification.ClassificationTask):
                 f"text_column = {options.text_column!r}: pairs of texts are no longer supported; join"
                 " the two columns into one in the file"
             )
+
         if options.data == "builtin":
             table, source = labelled_docstrings()
             tables, source = splits.cut_missing({"train": table}, "builtin", source, share=0.15)
         else:
             tables, source = labelled.load_labelled(options, options)
+
         train = tables["train"]
         limit = options.limit_train
         if limit is not None:
             source["train_texts_left_out_by_limit_train"] = max(0, len(train) - limit)
             tables["train"] = train = train.select(range(min(len(train), limit)))
+
         labels = labelled.sorted_labels(train.labels)
         _refuse_labels(train, labels)
         numbers = {s: classification.number_labels(tables[s], labels, s) for s in SPLITS}

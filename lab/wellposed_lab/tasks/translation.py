@@ -90,6 +90,7 @@ class TranslationTask(Seq2SeqTask):
         longer = sizes > limit
         if not longer.any():
             return texts, (source, target)
+
         rows = [[ids.tolist() for ids in side] for side in (source, target)]
         if split == "train":
             self._dropped = {"pairs": int(longer.sum()), "longest": int(sizes.max())}
@@ -102,6 +103,7 @@ class TranslationTask(Seq2SeqTask):
             self._cut[split] = int(longer.sum())
             rows = [[ids[: limit - 1] + ids[limit - 1 :][-1:] for ids in side] for side in rows]
         source, target = map(Ragged.from_lists, rows)
+
         return texts, (source, target)
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:

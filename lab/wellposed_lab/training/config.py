@@ -116,9 +116,11 @@ class ConstrainOptions(options.CheckedOptions):
         for name, chosen in {"embeddings": "fit", "to": "logits", "per": "head"}.items():
             if getattr(self, name) == chosen and not self.where:
                 yield f"{name} = {chosen!r} without where, so no weight is constrained; name weights or roles"
+
         for name in ("embeddings", "gain"):
             if getattr(self, name) == "fit" and self.to != "orthogonal":
                 yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
+
         if self.bound not in (None, 1.0) and self.to == "orthogonal":
             yield f"bound = {self.bound!r} with to = orthogonal, which takes no bound"
         elif isinstance(self.bound, str) and not (
@@ -231,6 +233,7 @@ class TrainOptions(options.CheckedOptions):
             yield f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1"
         if self.optimizer == "scion" and self.learning_rate > 1.0:
             yield f"learning_rate = {self.learning_rate} with optimizer = scion, expected at most 1"
+
         yield from self._unread_by_the_optimizer()
         if share and warm:
             yield f"warmup_share = {share} and warmup_steps = {warm}: give one"
@@ -260,6 +263,7 @@ class TrainOptions(options.CheckedOptions):
             yield f"margin_loss = {loss!r}, expected words:K with a number K above 0"
         elif not words and loss not in (None, "ce", "certified", "hinge"):
             yield f"margin_loss = {loss!r}, expected 'ce', 'certified', 'words:K' or None"
+
         if words and radius:
             yield f"margin_radius = {radius} with margin_loss = {loss}, expected one of them"
         if loss == "ce" and radius:
@@ -333,6 +337,7 @@ class RunConfig:
         if self.constrain.to == "logits" and self.train.compile:
             problem = "constrain.to = logits needs hooks on attention, which a compiled model skips"
             raise ConfigError(f"{problem}; leave train.compile out, or the constraint")
+
         again = "gradient_checkpointing" if self.train.gradient_checkpointing else "compile"
         if self.start.sigma_reparam and getattr(self.train, again):
             raise ConfigError(
@@ -366,6 +371,7 @@ class RunConfig:
                 f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
                 "write the file again with `wellposed train TASK --print-config`"
             )
+
         of_task = GONE_OF_TASKS.get(str(values.get("task")), {})
         for section, gone in (("train", GONE), ("task_options", of_task)):
             table = values.get(section)
@@ -375,12 +381,14 @@ class RunConfig:
                     new.get(n, n): v for n, v in table.items() if v not in gone.get(n, ())
                 }
                 values[section] = values_of_today
+
         constrain = values.get("constrain")
         start = values.get("start")
         if isinstance(constrain, Mapping) and isinstance(start, Mapping) and start.get("model"):
             # Older runs on a pretrained model recorded no gain, which was 1.
             former = {"gain": "one"} if constrain.get("where") else {}
             values["constrain"] = {**former, **constrain}
+
         return options.build_options(cls, values, where=where)
 
 

@@ -111,6 +111,7 @@ def start_model(
     auto = AUTO_CLASSES[kind]
     if "num_labels" in wanted:
         wanted = {**wanted, "problem_type": SINGLE}
+
     drawn = from_scratch or Path(source).is_file()
     configured = _other_than(dtype, [str(getattr(config, "dtype", None) or dtype)])
     _check_positions(source, config, wanted)
@@ -119,6 +120,7 @@ def start_model(
         _check_direction(source, kind, model)
         names = tuple(name for name, _ in model.named_parameters())
         return Start(model.train(), names, (), config_dtype=configured)
+
     _check_tokens(source, config, wanted)
     labels = {name: wanted[name] for name in LABELS if name in wanted}
     has_labels = bool(labels) and not new_head and _is_classifier(config)
@@ -135,9 +137,11 @@ def start_model(
             " damaged or has another architecture; copy the folder again, or give --from-scratch to"
             " use only its configuration"
         )
+
     _add_tokens(model, wanted)
     if order != sorted(order):
         _order_labels_(model, auto, order)
+
     return Start(
         model.train(),
         tuple(sorted(missing)),
@@ -199,6 +203,7 @@ def _check_tokens(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
             f"{source}: the tokenizer has {tokens} tokens and the model's embedding {rows} rows; "
             "use the tokenizer that was saved with the model"
         )
+
     first = getattr(config, TOKENS[-1], None)
     asked = wanted.get(TOKENS[-1])
     if None not in (first, asked) and first != asked:
@@ -247,16 +252,19 @@ def _match_labels(
             f"{source}: its problem_type is {kind}, and the data has one label a row; give"
             " --new-head to draw another head"
         )
+
     tables = (cast(Mapping[int, str], config.id2label), wanted)
     has, names = ([str(labels[index]) for index in sorted(labels)] for labels in tables)
     if len(has) == len(names) and has == [f"LABEL_{index}" for index in range(len(has))]:
         return list(range(len(has))), f"its labels have no names, taken as {', '.join(names)}"
+
     for spelled in (str, str.casefold):
         index_of = {spelled(name): index for index, name in enumerate(has)}
         if len(index_of) == len(has) and sorted(index_of) == sorted(map(spelled, names)):
             order = [index_of[spelled(name)] for name in names]
             moved = order != sorted(order)
             return order, f"labels matched by name: {', '.join(names)}" if moved else ""
+
     raise ConfigError(
         f"{source}: its classifier has the labels {', '.join(has)} and the data"
         f" {', '.join(names)}; give --new-head to draw a new one, or data with the same labels"
@@ -273,6 +281,7 @@ def _order_labels_(model: PreTrainedModel, auto: Any, order: Sequence[int]) -> N
         with torch.device("meta"):
             made = auto.from_config(config)
         shapes.append({name: parameter.shape for name, parameter in made.named_parameters()})
+
     parameters = dict(model.named_parameters())
     for name, shape in shapes[0].items():
         for axis, (size, more) in enumerate(zip(shape, shapes[1][name], strict=True)):

@@ -83,6 +83,7 @@ class LocalSlope:
         y = self.call(x)
         if not y.requires_grad:
             return y.new_zeros(y.shape[0]), direction
+
         # Alternate u <- dual(J v), v <- dual(J^T u); J v is the derivative of u -> J^T u.
         dummy = torch.zeros_like(y, requires_grad=True)
         (pullback,) = torch.autograd.grad(y, x, dummy, create_graph=True)
@@ -93,6 +94,7 @@ class LocalSlope:
             left = _aligned(pushed, self.norm)
             (pulled,) = torch.autograd.grad(y, x, left, retain_graph=True)
             direction = steepest_direction(pulled, self.norm)
+
         (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
         # At the best (u, v) the gradient of the norm is that of u^T J(x) v with u and v fixed.
         return (pulled * direction).flatten(1).sum(-1), direction

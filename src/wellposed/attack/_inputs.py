@@ -56,16 +56,19 @@ class Call:
             # Attention of torch.nn takes queries, keys and values: one sequence here.
             count = 3 if isinstance(self.target, nn.MultiheadAttention) else 1
             out = self.target(*[x] * count, **self.kwargs)
+
         if not isinstance(out, Tensor):
             names = ("logits", "last_hidden_state")
             named = next((name for name in names if hasattr(out, name)), None)
             out = out[0] if named is None else getattr(out, named)
+
         if not isinstance(out, Tensor) or out.ndim < 2 or out.shape[0] != x.shape[0]:
             received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ShapeError(
                 f"attack: expected an output (batch={x.shape[0]}, ..., features), received"
                 f" {received}"
             )
+
         return out.unsqueeze(1) if out.ndim == 2 else out.flatten(1, -2)
 
 

@@ -212,6 +212,7 @@ def _report(
             f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower"
             " scales"
         )
+
     best = chosen.best
     x = pairs.x[best]
     y = pairs.other[best]

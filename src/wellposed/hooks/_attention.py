@@ -42,6 +42,7 @@ class AttentionWatcher:
         by_module: dict[nn.Module, list[Attends]] = {}
         for role in attention:
             by_module.setdefault(model.get_submodule(role.path), []).append(role)
+
         with all_or_nothing() as undo:
             undo.later(self.remove)
             for module, roles in by_module.items():

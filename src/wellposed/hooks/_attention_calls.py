@@ -258,11 +258,13 @@ class MultiheadCall:
         weights = [module.q_proj_weight, module.k_proj_weight]
         if module.in_proj_weight is not None:
             weights = module.in_proj_weight.chunk(3)[:2]
+
         biases = [None] * 2 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
         lowered = self.autocast_dtype
         kind = inputs[0].device.type
         with nullcontext() if lowered is None else torch.autocast(kind, dtype=lowered):
             query, key = map(F.linear, inputs, weights, biases)
+
         heads = (module.num_heads, -1)
         query, key = (x.unflatten(-1, heads).permute(1, 2, 0, 3) for x in (query, key))
         mask = self.named.get("attn_mask")
@@ -270,6 +272,7 @@ class MultiheadCall:
             # In the result True means "may attend", in the argument "may not".
             mask = ~mask if mask.dtype == torch.bool else mask
             mask = mask if mask.ndim == 2 else mask.view(*query.shape[:3], key.shape[-2])
+
         padding = self.named.get("key_padding_mask")
         padding = padding if padding is None else padding.view(len(query), -1)
         return query, key, mask, padding
@@ -380,10 +383,12 @@ def _kept_in_graph(output: Tensor) -> tuple[ScaledDotProductCall, Tensor] | None
             break
         above = (function for function, _ in node.next_functions)
         node = next((n for n in above if n and not hasattr(n, "variable")), None)
+
     query, sums = (getattr(node, f"_raw_saved_{name}", None) for name in ("query", "logsumexp"))
     hook = getattr(query, "unpack_hook", query)
     if node is None or query is None or sums is None or hook is not None:
         return None
+
     mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
     call = ScaledDotProductCall(
         node._saved_query, node._saved_key, mask, node._saved_is_causal, node._saved_scale

@@ -57,6 +57,7 @@ class _Reducer:
         }
         if isinstance(reduced, str) or not numbers:
             return reduced
+
         make, arguments, *others = reduced
         # A traced module is made from its attributes, others get them as their state.
         arguments = tuple(_without(part, numbers) for part in arguments)

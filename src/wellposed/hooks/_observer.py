@@ -120,17 +120,20 @@ class Observer(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _READERS or self._attends or self.is_paused:
             return func(*args, **kwargs)
+
         self._attends = True  # the stack has it once more, for an outer module
         try:
             output = func(*args, **kwargs)
         finally:
             self._attends = False
+
         for run in {run.watcher: run for run in self.alive()}.values():
             with unseen_by_checkpoints():
                 read = _READERS[func].read
                 calls = [read(run.module, role, *args, **kwargs) for role in run.roles]
             if any(run.wanted) and any(call is not None for call in calls):
                 run.calls.append((calls, output[0] if isinstance(output, tuple) else output))
+
         return output
 
 

@@ -59,6 +59,7 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
             "these adapters are merged and switched off, so that a call would change the weights; call"
             f" unmerge_adapter() or enable them:\n{listed(restless)}"
         )
+
     parts = list(model.modules())
     modes = {part: part.training for part in parts}
     renormed = (part for part in parts if getattr(part, "max_norm", None) is not None)
@@ -121,6 +122,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, str) or not isinstance(batch, (Mapping, Tensor, Sequence)):
         expected = "a tensor, a mapping of keyword arguments or a sequence of positional ones"
         raise ConfigError(f"batch: received {type(batch).__name__}; expected {expected}")
+
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     named = batch if isinstance(batch, Mapping) else {}
     keywords = {str(name): _moved(value, device) for name, value in named.items()}
@@ -178,6 +180,7 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
         return None
+
     config = config.get_text_config() if name == "input_ids" else config
     if name == "input_ids":
         vocabulary = getattr(config, "vocab_size", 2)
@@ -195,10 +198,12 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         batch = {name: torch.linspace(-1, 1, channels * side**2).reshape(1, channels, side, side)}
     else:
         return None
+
     if type(model).__name__.endswith("PairClassification"):
         batch["input_ids_pair"] = batch["input_ids"]
     if getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = torch.arange(_TOKENS)[None] % getattr(config, "vocab_size", 2)
+
     dtypes = (weight.dtype for weight in model.parameters() if weight.is_floating_point())
     dtype = next(dtypes, torch.float32)
     return {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}

@@ -102,6 +102,7 @@ def t_fixup_(
     tables = {"encoder": factors["embeddings"]}
     if "decoder's embeddings" in factors:
         tables["decoder"] = factors["decoder's embeddings"]
+
     excluded = patterns_of("exclude", exclude)
     steps = plan(
         model,
@@ -117,6 +118,7 @@ def t_fixup_(
         rows = carry_out(steps, undo)
         removed = take_out(model, norms, undo)
         undo.forget()
+
     report = InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
         rows=tuple(rows),
@@ -148,6 +150,7 @@ def _factors(
             f" {len(layer_stacks)} stacks; initialise each by itself, as"
             " t_fixup_(model.get_submodule(path)):\n" + listed([*map(str, layer_stacks)])
         )
+
     encoder, decoder = sorted(layer_stacks, key=lambda stack: stack.has_cross_attention)
     factors = {
         "encoder": t_fixup_encoder_factor(encoder.layers),
@@ -156,6 +159,7 @@ def _factors(
         "decoder's embeddings": t_fixup_decoder_factor(decoder.layers),
     }
     by_path = {part.path: factors["encoder"] for part in encoder.parts}
+
     return factors, by_path | {part.path: factors["decoder"] for part in decoder.parts}
 
 
@@ -213,6 +217,7 @@ def dt_fixup_(
     if not isinstance(loader, Iterable):
         kind = type(loader).__name__
         raise ConfigError(f"loader: received {kind}; expected batches, as a list or a DataLoader")
+
     new = _submodule(model, layers)
     roles = find_roles_for(DT_FIXUP, new, where=where)
     layer_stacks = find_layer_stacks(roles)
@@ -221,6 +226,7 @@ def dt_fixup_(
             "DT-Fixup is for one stack of self-attention layers; name it with layers='path';"
             " found:\n" + listed([*map(str, layer_stacks)])
         )
+
     (only,) = layer_stacks
     check_blocks(new, roles)
     excluded = patterns_of("exclude", exclude)
@@ -244,11 +250,13 @@ def dt_fixup_(
     for index, step in enumerate(steps):
         if step.draw != "kept" and step.role in SCALED_ROLES:
             steps[index] = replace(step, factor=factor)
+
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
     with undoing() as undo:
         rows = carry_out(steps, undo, generator)
         removed = take_out(new, gone, undo)
         undo.forget()
+
     prefix = f"{layers}." if layers else ""
     report = InitializationReport(
         title=f"DT-Fixup of {layers or type(model).__name__}",
@@ -258,6 +266,7 @@ def dt_fixup_(
         mu=mu,
         tokens=norms.numel(),
     )
+
     return reported(report)
 
 
@@ -285,10 +294,12 @@ def _entering_norms(
         hidden = first_tensor([*arguments, *keywords.values()])
         if hidden is None:
             return
+
         norms = hidden.to(torch.promote_types(hidden.dtype, torch.float32)).norm(dim=-1)
         real = masks.pop(0) if len(masks) > 1 else masks[0]
         if real is not None and real.shape == norms.shape:
             norms = norms[real.to(norms.device)]
+
         infinite = int((~norms.isfinite()).sum())
         if infinite:
             raise ConvergenceError(

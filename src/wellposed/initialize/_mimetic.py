@@ -74,6 +74,7 @@ def mimetic_(
             f"mimetic_: {type(model).__name__} has no self-attention with known heads{where}\n"
             f"{heads_advice(MIMETIC, roles) if headless else batch_advice(MIMETIC, model, roles)}"
         )
+
     _check(attention)
     steps = [step for role in attention for step in _steps(role, query_key, value_output)]
     check_writable(steps)
@@ -91,6 +92,7 @@ def _check(attention: Sequence[AttentionRole]) -> None:
             "mimetic_: query and key are one weight, whose product is symmetric and has no part -b I;"
             f" use dot-product attention, or leave the initialisation as it is:\n{listed(tied)}"
         )
+
     odd = [
         f"{role.path}: values {role.value.shape}, output {role.output.shape}, {role.num_heads} heads"
         for role in attention

@@ -66,6 +66,7 @@ def remove_norms_(
             f"exclude: no norm matches {', '.join(unused)}; norms of the model:\n"
             + (listed(list(norms)) or "  none")
         )
+
     paths = check_norms(model, excluded, detected)
     with all_or_nothing() as undo:
         removed = take_out(model, paths, undo)
@@ -152,6 +153,7 @@ def check_norms(
     if is_layer_norm(model):
         norms["the model itself"] = model
         remove = False
+
     free = {path: norm for path, norm in norms.items() if not matches(path, excluded)}
     goes = [
         path
@@ -171,6 +173,7 @@ def check_norms(
             f"{type(model).__name__}: {len(stay)} norms stay, but these initial weights are for"
             f" models without norms; {advice}:\n{listed(stay)}"
         )
+
     return goes
 
 

@@ -91,6 +91,7 @@ def _check_complete(
         left = id(parameter) in planned or name.startswith(norms) or matches(name, exclude)
         if (gain or parameter.ndim >= 2) and not left:
             unmatched.append(f"{name} {tuple(parameter.shape)}")
+
     if unmatched:
         raise RoleNotFoundError(
             f"{verb.name}: {path or type(model).__name__}: {len(unmatched)} weights match no role, so the"
@@ -142,6 +143,7 @@ def _embedding_steps(
             key = id(module.weight)
             tables.setdefault(key, ("embedding", WeightView(path, module, "weight")))
             places.setdefault(key, []).append(path)
+
     steps: list[Step] = []
     for key, (role, view) in tables.items():
         step = Step(role, None, None, view, "kept")
@@ -151,6 +153,7 @@ def _embedding_steps(
             padding = getattr(view.owner, "padding_idx", None)
             step = replace(step, draw="embedding", factor=factor, padding_index=padding)
         steps.append(step)
+
     return steps
 
 
@@ -172,6 +175,7 @@ def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw
         drawn: Draw = "embedding" if module is output and draw == "xavier_uniform" else draw
         role = "output_embedding" if module is output else "other"
         steps.append(Step(role, None, None, view, drawn))
+
     return steps
 
 
@@ -193,6 +197,7 @@ def _leave_alone(
     if unknown:
         expected = "expected roles, or patterns on names of parameters and norms, received"
         raise ConfigError(f"exclude: {expected}\n{listed(unknown)}")
+
     left = {id(parameter) for name, parameter in named if matches(name, exclude)}
     left |= {key for role, key in played if role in exclude}
     return [
@@ -215,6 +220,7 @@ def check_not_sharded(model: nn.Module) -> None:
             "weights in shards cannot be drawn; initialise the model before fully_shard or"
             f" parallelize_module:\n{listed(sharded)}"
         )
+
     copied = [name for name, weight in model.named_parameters() if is_copied(weight)]
     if copied:
         raise ConfigError(

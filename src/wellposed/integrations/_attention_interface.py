@@ -116,6 +116,7 @@ def _set(model: PreTrainedModel, name: str) -> None:
             " of its own and does not ask transformers.AttentionInterface; take a family that"
             " does, as all do whose attn_implementation may be 'sdpa':\n" + listed(sorted(deaf))
         )
+
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not any(part._supports_sdpa or part._supports_attention_backend for part in parts):
         raise ConfigError(
@@ -151,6 +152,7 @@ def _l2_forward(  # noqa: PLR0917
             f" attention is told {scaling}), so |q - k| would compare vectors of two scales; use"
             " attn_implementation='wellposed_cosine', which does not depend on lengths"
         )
+
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     value_dim = value.shape[-1]
     shift = common_shift(query, key, _unseen(attention_mask), first=True)
@@ -159,6 +161,7 @@ def _l2_forward(  # noqa: PLR0917
     joined, _ = AttentionInterface()["sdpa"](
         module, wide_query, wide_key, wide_value, attention_mask, scaling=2 * scaling, **kwargs
     )
+
     return joined[..., :value_dim].contiguous(), None
 
 

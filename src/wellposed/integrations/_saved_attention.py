@@ -66,6 +66,7 @@ def say_lost_attention(kind: Any) -> None:
                 type(self).__name__,
                 shortened(lost),
             )
+
         return plain(self, *arguments, **options)
 
     kind.save_pretrained = save_pretrained

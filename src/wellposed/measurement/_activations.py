@@ -120,11 +120,13 @@ def _notes(rows: Sequence[Mapping[str, Any]], masked: int, past: Sequence[str]) 
         notes.append(f"these modules gave no token vectors on this batch: {', '.join(silent)}")
     if past:
         notes.append(f"not seen: {', '.join(dict.fromkeys(past))}; {hooks.PAST_HOOKS}")
+
     if unseen:
         notes.append(
             f"attention weights were not seen in {', '.join(unseen)}: a fused kernel computes them;"
             " load the model with attn_implementation='sdpa' or 'eager'"
         )
+
     if masked:
         notes.append(f"{masked} queries attend to no key at all and are left out of the entropy")
     return notes
@@ -136,6 +138,7 @@ def _points(roles: Roles) -> list[_Point]:
     for path, role in distinct_paths(roles.attention).items():
         kind = "attention" if role.kind == "self" else "cross_attention"
         attention[path] = _Point(role.stack, role.layer, kind, path, role.path)
+
     points: dict[str, _Point] = {}
     for network in roles.feedforward:
         stack = network.stack
@@ -149,6 +152,7 @@ def _points(roles: Roles) -> list[_Point]:
             points[network.path] = _Point(stack, number, "feedforward", network.path, network.path)
         if layer is not None:
             points[layer] = _Point(stack, number, "layer", layer, layer)
+
     for path, point in attention.items():
         points.setdefault(path, point)
     return [*points.values()]

@@ -81,6 +81,7 @@ class StackedCondition:
         if quantised:
             problem = "these weights are quantised; measure the model before quantisation"
             raise ConfigError(f"{problem}:\n{listed(quantised)}")
+
         sides = [sorted(view.shape) for view in self._views]
         kinds = [(view.parameter.dtype, view.parameter.device) for view in self._views]
         self._cuts, self._gathered = owned_ones(self._views)
@@ -108,6 +109,7 @@ class StackedCondition:
         ]
         with full_precision(*{device.type for _, device in kinds}):
             self._stacks = mapped(self._stack, parts, on_threads=self._on_threads)
+
         return [number for stack in self._stacks for number in stack.numbers]
 
     @torch.no_grad()
@@ -119,6 +121,7 @@ class StackedCondition:
         spectral: tuple[Tensor, ...] = ()
         if self._spectra:
             spectral = (torch.linalg.eigvalsh(gram.nan_to_num(0.0, 0.0, 0.0)).flip(-1),)
+
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
         centre = diagonal.mean(-1)
         diagonal.sub_(centre[:, None])
@@ -126,6 +129,7 @@ class StackedCondition:
         vectors = None if self._spectra else self._vectors(places, gram)
         if vectors is not None:
             spectral = vectors @ vectors.mT, vectors @ gram @ vectors.mT
+
         diagonal.zero_()
         # On a CPU `aminmax` takes 20 times as long.
         low = gram.amin((1, 2))
@@ -185,6 +189,7 @@ class StackedCondition:
                 last = self._ritz(stack, stack.vectors, columns.pop(), last).tolist()
             lines = zip(*(column.tolist() for column in columns), last, strict=True)
             numbered += zip(stack.places, lines, strict=True)
+
         lines = mapped(lambda pair: self._line(*pair), numbered, on_threads=self._on_threads)
         line_of_index = dict(zip((index for index, _ in numbered), lines, strict=True))
         names = (*EXACT, *("singular_value_error",) * self._spectra)
@@ -205,6 +210,7 @@ class StackedCondition:
         if broken:
             problem = "these weights hold NaN or infinity and cannot be measured"
             raise ConvergenceError(f"{problem}:\n{listed(broken)}")
+
         rows: list[dict[str, Any]] = []
         for line in lines:
             values = [None if math.isnan(number) else number for number in line]
@@ -212,6 +218,7 @@ class StackedCondition:
             rows[-1]["sigma_max_status"] = "exact" if self._spectra else "empirical"
             if self._spectra:
                 rows[-1]["singular_values"] = values[len(names) :]
+
         return rows
 
     def _ritz(self, stack: _Stack, vectors: Tensor, among: Tensor, inside: Tensor) -> Tensor:
@@ -254,6 +261,7 @@ class StackedCondition:
         if any(format_number(a) != format_number(b) for a, b in pairs):
             values = singular_values(self._matrix(i))
             error = values[0] * len(values) * unit
+
         return [*_spectral(values, values), error.item(), *values.tolist()]
 
 

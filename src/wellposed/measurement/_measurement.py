@@ -126,6 +126,7 @@ class Measurement:
             raise DataError(
                 f"{path}: no measurement that can be read ({why}); restore the file, or measure again"
             ) from error
+
         problem = _schema_problem(record)
         if problem:
             raise DataError(f"{path}: {problem}; expected a file written by Measurement.to_json")
@@ -202,9 +203,11 @@ def _schema_problem(record: Any) -> str | None:
     version = record.get("schema_version")
     if version != SCHEMA_VERSION:
         return f"schema_version is {version!r}, this version reads {SCHEMA_VERSION}"
+
     rows = record.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return "has no list of rows"
+
     for row in rows:
         bad = [name for name in IDENTITY if name not in row]
         bad += [name for name in row if not fits(row[name], _KINDS.get(name, float | None))]
@@ -212,6 +215,7 @@ def _schema_problem(record: Any) -> str | None:
         if bad or not all(fits(value, float) for value in values):
             bad = bad or ["singular_values"]
             return f"a row has no usable {', '.join(bad)}"
+
     if not all(isinstance(record.get(name, []), list) for name in ("activations", "notes")):
         return "activations and notes are not lists"
     return None

@@ -163,6 +163,7 @@ class Monitor:
         for name in limits or {}:
             if name not in LIMITS:
                 raise unknown_name("limit", name, LIMITS)
+
         self.every = every
         self.weights = weights
         self.limits = {**LIMITS, **(limits or {})}
@@ -174,6 +175,7 @@ class Monitor:
         views = [weight.view for weight in self._weights]
         for line in dict.fromkeys(view.deviation for view in views if view.deviation):
             self._say_deviation(line)
+
         self._calls = CallWatch(model, (view for view in views if not view.is_computed))
         self._deviating: set[str] = set()
         self._condition = StackedCondition(self._weights)
@@ -181,6 +183,7 @@ class Monitor:
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
         self._vitals = None
+
         if vitals and not dry_run:
             due = hooks.WhileAlive(self.is_due)
             self._vitals = VitalSigns(
@@ -188,6 +191,7 @@ class Monitor:
             )
             hooks.end_with(self, self._vitals.remove)
             self._vitals.attach()
+
         self.plan: Plan | None = None
         if dry_run:
             note = f"one step of {every} is measured; vital signs are not planned"
@@ -206,11 +210,13 @@ class Monitor:
         due = self.is_due()
         if due:
             check_whole(self._verb.name, self._model)
+
         self.steps += 1
         signs = self._vitals.pending() if self._vitals and due else []
         for line in set(self._calls.changes() if due else ()) - self._deviating:
             self._deviating.add(line)
             self._say_deviation(line)
+
         condition = self._condition.measured() if self.weights and due else []
         numbers = transferred([*signs, *condition])
         taken = self._vitals.take(numbers[: len(signs)]) if self._vitals and due else ({}, None)
@@ -219,11 +225,13 @@ class Monitor:
             self._vitals.attach() if self.is_due() else self._vitals.remove()
         if not due:
             return {}
+
         new: dict[str, dict[str, float]] = {"finite": {broken: math.nan}} if broken else {}
         for name, value in vitals.items():
             number = name.rpartition("/")[2]
             if self._is_beyond(name, value, self.limits.get(number)):
                 new.setdefault(number, {})[name] = value
+
         for number, values in new.items():
             if not values.keys() <= self._beyond:
                 worst = min if number == "entropy" else max
@@ -233,6 +241,7 @@ class Monitor:
                 alarm = Alarm(self.steps, name, values[name], limit, others, _REASONS[number])
                 self.alarms.append(alarm)
                 logger.warning("%s", alarm)
+
         self._beyond = {name for values in new.values() for name in values}
         measured = self._with_condition(vitals, numbers[len(signs) :])
         self._keep(measured)

@@ -63,6 +63,7 @@ def monitor_figure(rows: Rows, limits: Mapping[str, float], path: Path | None = 
         raise ConfigError(
             "plot: nothing was measured yet; call monitor.step() after each optimizer.step()"
         )
+
     with figure_style():
         columns = min(3, len(drawn))
         lines = math.ceil(len(drawn) / columns)
@@ -83,6 +84,7 @@ def monitor_figure(rows: Rows, limits: Mapping[str, float], path: Path | None = 
             figure.savefig(path, facecolor="white", metadata=undated, dpi=150)
         else:
             figure.draw_without_rendering()  # places the parts while our style is on
+
     return figure
 
 
@@ -93,6 +95,7 @@ def curves_of(rows: Rows, panel: Panel) -> list[Curve]:
         parts = name.split("/")
         if len(parts) == 3 and parts[-1] == panel.number:
             cells.setdefault(_layer_and_role(parts[1]), []).append(name)
+
     curves = []
     for (layer, role), names in cells.items():
         values = []
@@ -100,6 +103,7 @@ def curves_of(rows: Rows, panel: Panel) -> list[Curve]:
             finite = [row[name] for name in names if math.isfinite(row.get(name, math.nan))]
             values.append(panel.worst(finite) if finite else math.nan)
         curves.append(Curve(layer, role, values))
+
     return curves
 
 
@@ -180,6 +184,7 @@ def _draw(
     for curve in curves:
         style = palette.style(curve)
         axes.plot(steps, curve.values, linewidth=1.0, marker=marker, markersize=4, **style)
+
     positive = [value for curve in curves for value in curve.values if value > 0]
     if panel.scale == "log" and positive and max(positive) > _DECADE * min(positive):
         axes.set_yscale("log")

@@ -98,6 +98,7 @@ class VitalSigns:
         if left:
             cut = "weights computed from shards, or cut along two dimensions of a mesh"
             logger.warning("no grad_norm and update of %s: %s", cut, ", ".join(left))
+
         parts = (*roles.attention, *roles.feedforward)
         layers = {split_path(part.path)[1]: f"{part.stack}.{part.layer}" for part in parts}
         self._layers = _distinct(layers)
@@ -165,14 +166,17 @@ class VitalSigns:
                 broken += [name for name, value in values if not math.isfinite(value)]
             for name, value in _of_step(dict(values)) if kind == "step" else values:
                 rows[kind][name].append(value)
+
         numbers = {name: _largest(values) for name, values in rows["step"].items()}
         for name, passes in rows["heads"].items():
             for head, calls in enumerate(zip(*passes, strict=True)):
                 values = _of_head(calls)
                 numbers |= {f"vital/{name}.head{head}/{key}": values[key] for key in values}
+
         for name, passes in rows["layers"].items():
             values = _of_layer(passes)
             numbers |= {f"vital/{name}/{key}": values[key] for key in values}
+
         new = sorted(self._unseen - self._warned)
         if new:
             self._warned |= self._unseen
@@ -181,6 +185,7 @@ class VitalSigns:
                 " place: %s",
                 ", ".join(new),
             )
+
         self._warn_past_hooks()
         self._begin()
         return numbers, next(iter(broken), None)
@@ -256,6 +261,7 @@ class VitalSigns:
         with suppress(IndexError):
             while True:
                 waiting.append(self._waiting.popleft())
+
         outputs = [entry for entry in waiting if entry.call is None]
         sizes = norms([entry.tensors[0] for entry in outputs])
         self._tables.append(("outputs", [entry.name for entry in outputs], joined(sizes)))
@@ -266,6 +272,7 @@ class VitalSigns:
                 self._unseen.add(name)
             elif name is not None:
                 fit.append(entry._replace(name=name))
+
         # Layers often share one mask; T5's, with a bias in it, is made anew by each.
         uses = Counter(id(entry.mask) for entry in fit if entry.mask is not None)
         shared_masks = {mask for mask, count in uses.items() if count > 1}
@@ -318,14 +325,17 @@ class VitalSigns:
             return
         if _closure(arguments, named):
             self._note_gradients(optimizer)
+
         mine = self._mine(optimizer)
         after = [local_part(view).detach() for view in self._weights.values()]
         sizes = norms(self._before)
         torch._foreach_sub_(self._before, after)
+
         for name, size, way in zip(self._weights, sizes, norms(self._before), strict=True):
             self._step["size", name] = size
             if name in mine:
                 self._step["update", name] = way
+
         cuts = {name: cut_of_view(view) for name, view in self._weights.items()}
         lengths = whole_norms([*self._step.values()], [cuts[name] for _, name in self._step])
         self._step = dict(zip(self._step, lengths, strict=True))
@@ -333,6 +343,7 @@ class VitalSigns:
             value = getattr(optimizer, name, None)
             if value is not None:
                 self._step[name, ""] = value.squeeze()
+
         self._tables.append(("step", [*self._step], joined([*self._step.values()])))
         self._before = []
         self._step = {}
@@ -371,6 +382,7 @@ def _head_numbers(part: Sequence[_Seen], *, sensitivity: bool) -> Tensor:
     masks = {id(entry.mask): entry.mask for entry in part if entry.mask is not None}
     if len(masks) > 1:
         call = replace(call, attn_mask=stacked([_of_batch(mask) for mask in masks.values()]))
+
     with torch.autocast(stacks[0].device.type, enabled=False):
         logits, top, is_open = call.open_keys(QUERIES)
         # Booleans take a CPU seven times as long to sum.
@@ -392,6 +404,7 @@ def _head_numbers(part: Sequence[_Seen], *, sensitivity: bool) -> Tensor:
         lengths = [torch.linalg.vector_norm(x.float(), dim=-1).amax((1, 3)) for x in vectors]
         largest = [top.amax((1, 3)), *(lengths or [torch.full_like(sums[0], -math.inf)] * 2)]
         numbers = [_by_group(values, stacks[-1].shape[2]) for values in (*largest, *sums)]
+
     return torch.stack(torch.broadcast_tensors(*numbers), -1).flatten(1, 2)
 
 
@@ -465,12 +478,14 @@ def _of_layer(passes: Sequence[Sequence[float]]) -> dict[str, float]:
     for count, largest, *moments in passes:
         scale = largest / unit
         parts.append((count / total, *(x * scale**p for p, x in enumerate(moments, 1))))
+
     centre = sum(share * mean for share, mean, *_ in parts)
     variance = fourth = 0.0
     for share, mean, second, third, power in parts:
         off = mean - centre
         variance += share * (second + off**2)
         fourth += share * (power + 4 * third * off + 6 * second * off**2 + off**4)
+
     square = variance**2
     return {
         "activation_max": top,

@@ -99,6 +99,7 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
     option_names = {item.name for item in fields(kind)}
     if issubclass(kind, CheckedConfig):
         option_names |= set(kind.part_options())
+
     values = {i: getattr(options, i.name) for i in fields(options) if i.name != "architecture"}
     foreign = [
         f"model.{item.name}: received {value!r}; leave it {item.default!r}"
@@ -108,4 +109,5 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
     ]
     if foreign:
         raise ConfigError(f"architecture {options.architecture!r} lacks:\n" + listed(foreign))
+
     return {i.name: v for i, v in values.items() if i.name in option_names and v is not None}

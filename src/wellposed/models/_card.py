@@ -52,6 +52,7 @@ def loading_lines(model: Any, name: str) -> list[str]:
     else:
         code = AS_IT_IS
         note = ""
+
     if reads_images(model):
         code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
@@ -101,6 +102,7 @@ def _constrained(model: Any, constraints: Sequence[Any]) -> list[str]:
         kind = type(handle.weights[0].set).__name__.lower()
         worst = handle.error().worst
         rows.append(f"| {kind} | {size} | {len(paths)}: {shortened(paths)} | {worst:.2g} |")
+
     return ["## Constraints", "\n".join(rows), f"{NOT_KEPT} {NOT_A_BOUND}"]
 
 
@@ -114,12 +116,14 @@ def _certified(model: Any, certificate: Any) -> list[str]:
             " B15). Certified: answers to replaced words, text by text. Not certified: inserted or"
             " removed words, and that the answer is right."
         )
+
     if certificate is None:
         return [*lines, "No Lipschitz bound comes with this model."]
     certificate.require_weights_of(model)
     if not math.isfinite(certificate.total):
         names = [f"`{layer.path or '.'}` ({layer.module})" for layer in certificate.uncertified]
         return [*lines, f"No Lipschitz bound: none is known for {shortened(names)}."]
+
     scope = f"norm {certificate.norm}, at most {certificate.tokens} tokens, {certificate.domain}"
     bound = f"Lipschitz bound {certificate.total:.4g} ({certificate.label}): {scope}"
     useless = f" {certificate.reason}." if certificate.reason else ""

@@ -82,6 +82,7 @@ def _body(module: WellposedModel, context: RuleContext) -> LayerBound:
     with torch.no_grad():
         places = torch.arange(module.config.max_position_embeddings, device=token.weight.device)
         largest = float(embeddings.position(places).double().norm(dim=-1).max())
+
     scale = float(embeddings.scale)
     form = "scale of the embeddings"
     radius = scale * (context.radius + largest)
@@ -122,14 +123,17 @@ def _classifier_route(module: Any, context: RuleContext) -> LayerBound:
     if pooling is None:
         name = getattr(module.pool, "__name__", repr(module.pool))
         return context.refuse(f"no bound is known for the pooling {name}; known: mean, first, max")
+
     pooled = context.record(module, "pool", pooling(context.after(body)))
     parts = [body, pooled]
     if isinstance(module, families.WellposedForSequenceClassification):
         parts.append(context.child(module.dropout, "dropout", radius=pooled.out_radius))
+
     before = context.product(parts)
     head = context.child(module.classifier, "classifier", radius=before.out_radius)
     if math.isinf(head.lipschitz):
         return context.product([before, head])
+
     if isinstance(module.classifier, PairHead):
         # Read the head again for the part before its last linear map.
         within = context.in_norm(context.norm).at_radius(before.out_radius)
@@ -138,6 +142,7 @@ def _classifier_route(module: Any, context: RuleContext) -> LayerBound:
     else:
         skip = body.skip * parts[-1].skip if pooling is certification.mean_pooling else None
         context.set_head(module.classifier, before, skip=skip)
+
     return context.product([before, head])
 
 
@@ -159,11 +164,13 @@ def before_output(head: PairHead, context: RuleContext) -> LayerBound:
         return context.refuse_without_ball(
             "two inputs meet in a product a*b, without a global bound"
         )
+
     radius = ball.out_radius
     dropout = context.child(head.dropout, "dropout", radius=radius)
     if dropout.lipschitz > 1:
         # The forms of B12 need parts of the features that cancel; dropout drops each separately.
         return context.refuse("dropout on the features of two inputs is active; call eval()")
+
     grown = context.spectral_norm(head.hidden.weight) * radius
     reach = grown * math.sqrt(6.0 + radius * radius) / head.divisor
     bias = 0.0 if head.hidden.bias is None else float(head.hidden.bias.detach().double().norm())
@@ -183,11 +190,13 @@ def _slope(head: PairHead, context: RuleContext, radius: float) -> float:
     margin = 1.0 + 1e-9
     if context.norm == "inf":
         return margin * float((linear.abs().sum(1) + 2.0 * radius * product.norm(dim=1)).max())
+
     longest = float(product.norm(dim=0).max())
     if context.norm == 2:
         apart = context.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
         joint = context.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
         return margin * min(apart, joint)
+
     apart = sum(map(context.spectral_norm, linear.chunk(2, dim=1)))
     halves = min(math.sqrt(2.0) * context.spectral_norm(linear), apart)
     joint = context.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)

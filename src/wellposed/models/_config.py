@@ -124,6 +124,7 @@ class CheckedConfig(PreTrainedConfig):
                 problems.append(
                     f"{name}: unknown {registry.kind} {values[name]!r}; nearest: {near}"
                 )
+
         size = self.vocab_size
         tokens = [
             (name, token)
@@ -136,6 +137,7 @@ class CheckedConfig(PreTrainedConfig):
             for name, token in tokens
             if not fits(token, Annotated[int, Ge(0), Lt(size)])
         ]
+
         return problems
 
     def _unknown_keys(self, kwargs: Mapping[str, Any]) -> list[str]:
@@ -270,14 +272,17 @@ class WellposedConfig(CheckedConfig):
                 cross_attention_name(str(self.attention), self.cross_attention)
             except (ConfigError, NotLipschitzError) as error:
                 problems.append(f"cross_attention: {str(error).removeprefix('cross_attention: ')}")
+
         problems += unread
         width = self.hidden_size
         heads = self.num_attention_heads
         if not (fits(width, Size) and fits(heads, Size)):
             return problems
+
         problems += parts.head_problems(width, heads)
         if self.unit_embeddings and self.ball_embeddings:
             problems.append("unit_embeddings and ball_embeddings: received both, expected one")
+
         if self.qk_norm and width == heads:
             problems.append(
                 "qk_norm = True with heads of dimension 1, whose LayerNorm is 0; use fewer heads"

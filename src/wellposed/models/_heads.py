@@ -113,6 +113,7 @@ class TokenHead(Head):
         logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, positions])
         if targets is None:
             return self.result(logits, None, output)
+
         targets = targets[:, positions]
         check_targets(targets, logits)
         loss = cast(Any, self).loss_function(
@@ -124,6 +125,7 @@ class TokenHead(Head):
         )
         # An auxiliary loss is weighted by this call's part of a step's labels.
         share = 1.0 if count is None else targets.ne(IGNORED_LABEL).sum() / count
+
         return self.result(logits, loss, output, share=share)
 
 
@@ -341,6 +343,7 @@ class SequencePairClassifier(Classifier):
                 f"input_ids_pair: received {len(other_vector)} sequences for {len(vector)} in"
                 " input_ids; expected one for each"
             )
+
         logits = self.classifier(vector, other_vector)
         losses = [output.get("auxiliary_loss"), other.get("auxiliary_loss")]
         auxiliary = {} if None in losses else {"auxiliary_loss": sum(losses) / 2}
@@ -383,6 +386,7 @@ def check_labels(labels: Tensor, logits: Tensor) -> None:
         )
     if classes == 1 or labels.numel() != batch or labels.is_floating_point():
         return
+
     flat = labels.reshape(-1)
     index = first_outside(flat.masked_fill(flat == IGNORED_LABEL, 0), classes)
     if index is not None:

@@ -171,6 +171,7 @@ def read_inputs(
     if received is None or (input_ids is None) == (vectors is None):
         count = "neither" if received is None else "both"
         raise ShapeError(f"{where}: received {count} of {name} and {other}; give one")
+
     if vectors is None:
         check_tokens(received, config.vocab_size, name=name)
     elif vectors.dim() != 3 or vectors.shape[-1] != config.hidden_size:
@@ -180,6 +181,7 @@ def read_inputs(
         )
     elif not vectors.is_floating_point():
         raise ShapeError(f"{other}: received {vectors.dtype}; expected floating vectors{note}")
+
     batch, length = received.shape[:2]
     num_keys = length + cached
     padding = padding_of(inputs.attention_mask, batch, num_keys)
@@ -192,6 +194,7 @@ def read_inputs(
             check_length(num_keys if compiling else int(positions.max()) + 1, limit, where)
     else:
         check_positions(positions, (batch, length), limit, where)
+
     return Tokens(length, num_keys, padding, positions)
 
 
@@ -307,6 +310,7 @@ class CheckedPreTrainedModel(PreTrainedModel):
         expected = self.cache_class
         if cache is None and not inputs.use_cache:
             return None
+
         off = "call it with use_cache=False"
         recomputed = torch.is_grad_enabled() and self._recomputes()
         reasons = {
@@ -321,6 +325,7 @@ class CheckedPreTrainedModel(PreTrainedModel):
         reason = next((why for why, holds in reasons.items() if holds), None)
         if reason is not None:
             raise ConfigError(f"{type(self).__name__}: no cache can be used: {reason}")
+
         return self._new_cache() if cache is None else cache
 
     def _has_blocks(self) -> bool:

@@ -108,6 +108,7 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     problems = [f"lacks {shortened(missing)}"] if missing else []
     if unexpected:
         problems.append(f"has {shortened(unexpected)}, which {type(model).__name__} does not use")
+
     if problems:
         raise CheckpointError(
             f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another"
@@ -281,6 +282,7 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
         )
     elif folder.suffix == ".json":
         check_config_file(folder)
+
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
     try:

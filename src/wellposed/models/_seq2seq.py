@@ -147,6 +147,7 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
             output_attentions=inputs.output_attentions,
             return_dict=True,
         )
+
         return Seq2SeqModelOutput(
             last_hidden_state=output.last_hidden_state,
             past_key_values=output.past_key_values,

@@ -63,6 +63,7 @@ def _files(name: str) -> list[str]:
     path = cached_file(name, _ONE_FILE, **options)
     if path is not None:
         return [path]
+
     index = cached_file(name, _INDEX, **options)
     if index is None:
         return []

@@ -161,6 +161,7 @@ class TransJectModel(TransJectPreTrainedModel):
         else:
             positions = read.positions[0] if len(read.positions) == 1 else read.positions
             x = self.embeddings(inputs.input_ids, positions)
+
         # Cached tokens are in the running sums; drop their part of the mask.
         padding = None if read.padding is None else read.padding[:, -read.length :]
         options = {"cache": cache, "output_hidden_states": self.keeps_states(inputs)}

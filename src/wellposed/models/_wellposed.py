@@ -188,6 +188,7 @@ class WellposedBody(WellposedPreTrainedModel):
         # In a causal decoder, padding on the right needs no mask.
         if ids is not None and on_host(ids) and not memory:
             self.warn_if_padding_and_no_attention_mask(ids, inputs.attention_mask)
+
         mask = make_mask(
             read.padding, self.is_causal, read.length, read.num_keys, read.positions.device
         )
@@ -206,6 +207,7 @@ class WellposedBody(WellposedPreTrainedModel):
             )
             if keep:
                 states.append(x)
+
         x = self.final_norm(x)
         hidden_states: Any = (*states[:-1], x) if keep else None
         return BaseModelOutputWithPast(cast(Any, x), cache, hidden_states)

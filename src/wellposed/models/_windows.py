@@ -84,6 +84,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 f"window_words = {config.window_words!r}: this model was saved by an earlier version,"
                 " whose windows are no longer supported; train it again with --certified-windows 1"
             )
+
         _check_windows(config)
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
@@ -157,6 +158,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         filled = in_front.nonzero(as_tuple=True)
         if marks is not None and len(read) < len(filled[0]):
             raise self._not_encoded(marks, real & ~is_word)
+
         # Blank words after the end of a text fill its last window.
         blank = kinds.new_full((1, self.config.word_tokens), self.config.pad_token_id)
         padded = numbers.new_full((batch, count + words), len(kinds))
@@ -169,6 +171,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         logits = self.head(self._made(windows)) if self.config.frozen else self._read(windows)
         votes = logits.new_zeros(batch, len(places), logits.shape[-1])
         votes[nonempty] = logits.sigmoid().clamp_min(torch.finfo(logits.dtype).tiny)[which]
+
         return votes
 
     def _split(
@@ -182,6 +185,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 f"received texts of {input_ids.shape[1]} tokens, expected a multiple of {size}: these"
                 f" ids were not encoded for this model's windows; {_ENCODE}"
             )
+
         words = input_ids.unflatten(1, (-1, size))
         if attention_mask is not None:
             real = attention_mask.bool().unflatten(1, (-1, size))[..., 0]
@@ -189,6 +193,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
             real = (words != self.config.pad_token_id).any(-1)
         else:
             real = torch.ones_like(words[..., 0], dtype=torch.bool)
+
         return (real, None, words) if mark is None else (real, words[..., 0], words[..., 1:])
 
     def _not_encoded(self, marks: Tensor, wrong: Tensor) -> ConfigError:
@@ -213,6 +218,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 norm = nn.functional.layer_norm
                 features = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
             remembered.update(zip((keys[index] for index in new), features, strict=True))
+
         return torch.stack([remembered[key] for key in keys])
 
     def _read(self, windows: Tensor) -> Tensor:
@@ -238,6 +244,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                     parts.append(_mean(self.model.base_model(**inputs).last_hidden_state, real))
                 else:
                     parts.append(self.model(**inputs).logits)
+
         return torch.cat(parts)[by_size.argsort()]
 
     def forward(
@@ -274,6 +281,7 @@ def _check_windows(config: WindowConfig) -> None:
     )
     if frame is not None and not all(are_ids):
         wrong.append("frame")
+
     if wrong:
         received = [f"{name}: {str(getattr(config, name))[:80]}" for name in wrong]
         raise ConfigError(

@@ -184,6 +184,7 @@ def cross_attention_name(attention: str, cross_attention: str | None = None) -> 
         return cross_attention
     if attention in CROSS_ATTENTIONS:
         return attention
+
     return "cosine" if attention.startswith("l2") else "dot_product"
 
 

@@ -57,6 +57,7 @@ class SigmaReparam(nn.Module):
             self.register_buffer(f"left{index}", left[..., 0].contiguous())
             self.register_buffer(f"right{index}", right[..., 0, :].contiguous())
             norms.append(values[..., 0])
+
         measured = torch.stack(norms, -1).to(weight.dtype)
         self.register_buffer("block_of_row", block_of_row.to(weight.device), persistent=False)
         self.gain = nn.Parameter(measured if gain is None else torch.full_like(measured, gain))
@@ -94,4 +95,5 @@ class SigmaReparam(nn.Module):
             # Copies, as a later pass changes the vectors before this one's backward.
             left = left.clone()
             right = right.clone()
+
         return ((left[..., None, :] @ block)[..., 0, :] * right).sum(-1)

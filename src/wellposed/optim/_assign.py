@@ -84,6 +84,7 @@ def _facts_of(model: nn.Module, roles: Roles) -> _Facts:
     for weight in roles.weights():
         if weight.role.endswith("_embedding"):
             tables.add(id(weight.view.parameter))
+
     output: Any = getattr(model, "get_output_embeddings", lambda: None)()
     heads = {id(getattr(output, "weight", None))} - {id(None)}
     owners: dict[int, tuple[str, nn.Module]] = {}
@@ -91,6 +92,7 @@ def _facts_of(model: nn.Module, roles: Roles) -> _Facts:
         for name, weight in module._parameters.items():
             if weight is not None:
                 owners.setdefault(id(weight), (name, module))
+
     hidden = {
         weight: pieces
         for weight, pieces in pieces_by_role(roles).items()
@@ -119,6 +121,7 @@ def _row(
         row = Assigned(name, weight, "spectral", "hidden", as_stored)
     else:
         return None
+
     if not asked:
         return row
     if weight.ndim not in BALLS[asked[-1]].takes and facts.hidden.get(weight) is None:

@@ -129,12 +129,14 @@ class Scion(Optimizer):
                 "Scion: a group of parameters names no norm; give the model, Scion(model), or groups"
                 f" {{'params': [...], 'norm': ..., 'radius': ...}} with a norm of {', '.join(BALLS)}"
             )
+
         number = len(self.param_groups)
         ball_named(param_group["norm"])
         if not fits(param_group.get("radius"), Positive):
             raise ConfigError(
                 f"Scion: group {number}: radius = {param_group.get('radius')!r}, expected a number > 0"
             )
+
         _check_options({**self.defaults, **param_group}, number)
         super().add_param_group(param_group)
         for index, parameter in enumerate(self.param_groups[-1]["params"]):

@@ -44,6 +44,7 @@ class AffinityCapture:
         self._inside: set[str] = set()
         self._seen: dict[str, list[Callable[[], hooks.AttentionCall | None]]] = {}
         self._handles: list[Any] = []
+
         with all_or_nothing() as undo:
             undo.later(self.remove)
             begin = hooks.ObservingHook(self._begin)
@@ -66,6 +67,7 @@ class AffinityCapture:
                 " none was seen. Run model(...) first, on the module given to OrthogonalityPenalty"
                 " (a wrapper around it is fine, a part of it is not)"
             )
+
         noted = {path: [ref() for ref in refs] for path, refs in self._seen.items()}
         hidden = sorted(self._entered - noted.keys() - self._skipped)
         past = hooks.run_past_hooks(self._names.values(), self._entered | self._inside)
@@ -83,6 +85,7 @@ class AffinityCapture:
                 f" and add_zero_attn:\n{listed(hidden)}\nFor Hugging Face models run"
                 " model.set_attn_implementation('sdpa'); otherwise set affinity=0"
             )
+
         pairs = ((self.attention[path], note) for path, notes in noted.items() for note in notes)
         calls = [(role, note) for role, note in pairs if note is not None]
         if len({id(role) for role, _ in calls}) < len(noted):
@@ -96,6 +99,7 @@ class AffinityCapture:
                 f" pass: {hooks.PAST_HOOKS} (torch.nn.TransformerEncoder in evaluation may use nested"
                 " tensors; build it with enable_nested_tensor=False)"
             )
+
         return calls
 
     def remove(self) -> None:

@@ -90,11 +90,13 @@ class Overcount:
             yield
             self._is_seen = True
             return
+
         with contextlib.ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # a compiled model would hide what it does
                 stack.enter_context(hooks.eager_calls())
             reads = stack.enter_context(_Reads(counted))
             yield
+
         self._is_seen = True
         if reads.is_used or self._is_plain:
             self.is_part = reads.is_used

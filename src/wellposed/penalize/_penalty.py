@@ -181,6 +181,7 @@ class OrthogonalityPenalty:
         self._attached: list[Any] = []
         self._bind(model, stacklevel=4)
         self.plan: Plan | None = None
+
         if dry_run:
             notes = ["affinity is not planned"] if AFFINITY in self._strengths else []
             self.plan = planned(model, self._terms, *notes).show()
@@ -206,6 +207,7 @@ class OrthogonalityPenalty:
                 self._note_terms()
             weight = next(next(self.roles.weights()).view.owner.parameters())
             return torch.zeros((), device=weight.device)
+
         if torch.is_grad_enabled():
             self._check_trained()
         parts = list(weight_parts(self._terms, strengths))
@@ -213,6 +215,7 @@ class OrthogonalityPenalty:
             calls = self._capture.take()
             strength = strengths[AFFINITY]
             parts += affinity_parts(calls, strength, self._affinity_form)
+
         self._parts = [(names, part.detach()) for names, part in parts]
         self._note_terms()
         device = parts[0][1].device  # layers may lie on several
@@ -242,12 +245,14 @@ class OrthogonalityPenalty:
                 "accumulate_() adds gradients without a graph, which affinities need: use penalty()"
                 " and backward(), or a second OrthogonalityPenalty for the affinity alone"
             )
+
         weights = (view.parameter for term in self._terms for view in term.views)
         if any(map(is_copied, weights)):
             raise ConfigError(
                 "accumulate_() adds to gradients that DeepSpeed ZeRO has taken already, so they would be"
                 " lost: write engine.backward(loss + penalty())"
             )
+
         with torch.enable_grad():
             value = self()
         if value.requires_grad:
@@ -273,6 +278,7 @@ class OrthogonalityPenalty:
                 f"these layers compute something else since the penalty was made:\n{listed(lines)}\n"
                 "Remove what changes them, or run penalty.rebind(model) with the model that you train"
             )
+
         total = dict[str, float]()  # two layers may share a weight, or one may run twice
         for names, part in self._parts:
             for name, number in zip(names, part.tolist(), strict=True):
@@ -385,11 +391,13 @@ class OrthogonalityPenalty:
         lines = self._live.changes()
         if now == self._state and not lines:
             return
+
         views = (view for term in self._all_terms for view in term.views)
         for view, (before, *_), (after, *_) in zip(views, self._state[0], now[0], strict=True):
             if before != after and before and after:
                 name = view.parameter_name
                 lines.append(f"{name}: its shape was {tuple(before)} and is {tuple(after)}")
+
         if lines:
             raise ConfigError(
                 "the model is no longer the one that the penalty was made for:\n"
@@ -493,6 +501,7 @@ def _watched(model: nn.Module, roles: Roles, is_due: MethodType) -> AffinityCapt
             "OrthogonalityPenalty: affinity: no self-attention module was found in"
             f" {type(model).__name__}; set affinity=0.\n{choice}\nRoles found:\n{roles}"
         )
+
     kernels = {
         path or type(module).__name__: str(getattr(module.config, "_attn_implementation", None))
         for path, module in model.named_modules()
@@ -504,4 +513,5 @@ def _watched(model: nn.Module, roles: Roles, is_due: MethodType) -> AffinityCapt
             "affinities cannot be seen inside these attention kernels; run"
             " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)
         )
+
     return AffinityCapture(model, attention, hooks.WhileAlive(is_due))

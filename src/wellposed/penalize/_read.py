@@ -140,6 +140,7 @@ def _divided(source: Tensor, all_spans: Sequence[Spans]) -> dict[Spans, Tensor]:
     blocks = [block for block in rows if block is not None]
     if len(blocks) < max(2, len(rows)):
         return {}
+
     parts: Sequence[Tensor] = ()
     if all(block.step == 1 for block in blocks):
         starts = [block.start for block in blocks]
@@ -151,6 +152,7 @@ def _divided(source: Tensor, all_spans: Sequence[Spans]) -> dict[Spans, Tensor]:
         turns = [range(source.shape[-2])[start::count] for start in range(count)]
         if blocks == turns and source.shape[-2] % count == 0:
             parts = source.unflatten(-2, (-1, count)).unbind(-2)
+
     return dict(zip(all_spans, parts, strict=False))
 
 

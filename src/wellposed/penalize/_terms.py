@@ -85,6 +85,7 @@ def bound_state(terms: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[An
         shared = first.setdefault(view.owner if stored is None else id(stored), number)
         weights.append((shape, kind, shared))
     layers = (getattr(view, "layer", None) for term in adapted for view in term.views)
+
     return weights, [str(getattr(layer, name, None)) for layer in layers for name in _ADAPTERS]
 
 
@@ -120,6 +121,7 @@ def _counted_once(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
             fresh.append(view)
         if fresh:
             distinct.append(replace(term, views=joined_views(fresh)))
+
     return distinct, notes
 
 
@@ -141,11 +143,13 @@ def _check(terms: Sequence[Term]) -> None:
                     check_weights([_like(view)])
             except (ConfigError, ShapeError) as error:
                 offenders.append(f"{view.parameter_name}: {error}")
+
     if uneven:
         raise ShapeError(
             "attention_mode='joint' stacks query, key, value and output along outputs, which needs"
             " one input width; use attention_mode='separate':\n" + listed(uneven)
         )
+
     unique = list(dict.fromkeys(offenders))
     if unique:
         raise ConfigError(f"these weights cannot be penalised:\n{listed(unique)}")

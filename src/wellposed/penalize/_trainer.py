@@ -43,6 +43,7 @@ class PenalisedLoss:
                 "attach: affinities cannot be seen under torch.nn.DataParallel, which this trainer"
                 " uses; run one process for each device (torchrun)"
             )
+
         self.penalty = penalty
         self.trainer = trainer
         self._scale = scale
@@ -55,6 +56,7 @@ class PenalisedLoss:
         self._is_told = False
         functools.update_wrapper(self, computed, updated=())
         trainer.compute_loss = self
+
         # DeepSpeed keeps float32 copies.
         if not getattr(trainer, "is_deepspeed_enabled", False):
             parameters = trainer.model.parameters()

@@ -92,6 +92,7 @@ class AdaptedView(WeightView):
             names = (name for name in _active(layer) if name in layer.lora_A)
             total = sum(map(layer.get_delta_weight, names), start=self.parameter)
             return self.matrix_in(gathered(total) if self.crosses_shards else total)
+
         weight = super().tensor()
         for a, b, scale in self._factors():
             if self.crosses_shards:
@@ -99,6 +100,7 @@ class AdaptedView(WeightView):
                 b = gathered(b)
             rows = replace(self, transposed=False).matrix_in(b)
             weight = weight + (scale * (rows @ a)).to(weight.dtype)
+
         return weight
 
     @property
@@ -122,18 +124,21 @@ class AdaptedView(WeightView):
             if type(self.owner).forward is not nn.Embedding.forward:
                 raise self._problem(f"{type(self.owner).__name__} does more than look vectors up")
             return self._outputs(torch.arange(len(stored), device=stored.device))
+
         size = stored.shape[0 if self.transposed else -1]
         columns, zero = self._outputs(torch.eye(size + 1, size, **alike)).split([size, 1])
         output = columns - zero  # a bias may go by any name
         matrix = output if self.transposed else output.mT
         if matrix.shape != stored.shape:
             raise self._problem(f"it returns {tuple(output.shape)} for an identity of {size}")
+
         if not torch.is_grad_enabled():
             probe = torch.linspace(-1, 1, size, **alike)[None]
             excess = (self._outputs(probe) - zero - probe @ output).abs().max()
             limit = _ROUNDING * torch.finfo(stored.dtype).eps * probe.norm() * output.norm()
             if not excess <= limit:
                 raise self._problem("what it computes is no product with one matrix")
+
         return matrix
 
     def _outputs(self, inputs: Tensor) -> Tensor:
@@ -149,6 +154,7 @@ class AdaptedView(WeightView):
                 raise
             reason = f"called on an identity, it fails: {type(error).__name__}: {error!s:.200}"
             raise self._problem(reason) from error
+
         if not isinstance(output, Tensor):
             raise self._problem(f"it returns a {type(output).__name__}")
         return output
@@ -220,11 +226,13 @@ def effective_view(model: nn.Module, view: WeightView, owners: Collection[int]) 
             f"{view.parameter_name} is a {type(view.parameter).__name__}, a weight that is quantised or"
             " packed and cannot be read as a matrix; find roles on the model before it is quantised"
         )
+
     path = view.owner_path
     layers = list[Any]()
     while path.rpartition(".")[2] == BASE or path == BASE:
         path = path.rpartition(".")[0]
         layers.append(model.get_submodule(path))
+
     stacked = [candidate for candidate in layers if hasattr(candidate, "parameter_name")]
     if stacked:
         layers = [candidate for candidate in stacked if candidate.parameter_name == view.attribute]
@@ -234,6 +242,7 @@ def effective_view(model: nn.Module, view: WeightView, owners: Collection[int]) 
     if not is_called(model, view.owner_path):
         _refuse_stale(view)
         return replace(view, deviation=None)
+
     differs = deviation(model, view, owners)
     if differs is None:
         return replace(view, deviation=None)

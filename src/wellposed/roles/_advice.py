@@ -49,10 +49,12 @@ def advice(verb: Verb, model: nn.Module, *, ran: bool) -> str:
     patterns = weight_patterns(model)
     if not patterns:
         return f"{type(model).__name__} has no matrix"
+
     lines = [f"  {pattern}" for pattern in patterns[: 2 * MAX_LISTED]]
     left = len(patterns) - len(lines)
     if left:
         lines.append(f"  ... and {left} more")
+
     ways = [
         f"give a batch: {verb.batch}" if verb.batch and not ran else "",
         f"name weights with a PATTERN of this model: {verb.where}" if verb.where else "",

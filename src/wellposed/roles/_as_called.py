@@ -95,6 +95,7 @@ class CallWatch:
                 doubts[doubt_of_experts(view)] = None
             else:
                 lines.append(differs.text)
+
         for doubt in doubts:
             if doubt is not None:
                 logger.warning("%s", doubt)
@@ -142,6 +143,7 @@ def deviation(model: nn.Module, view: WeightView, owners: Collection[int]) -> De
         if answer == "linear":
             why = unusual_call(around) or "it computes with more than this weight"
             result = Deviation(around, _text(path, around, why), is_linear=True)
+
     return result
 
 
@@ -155,6 +157,7 @@ def layer_deviation(view: WeightView) -> Deviation | None:
     written: Any = getattr(type(layer).forward, "__globals__", {}).get("__name__", "")
     if (why is None and written in _AS_WRITTEN) or not _is_matrix(view):
         return None
+
     stores_more = len([*layer.parameters(), *layer.buffers()]) > 1 + (
         getattr(layer, "bias", None) is not None
     )
@@ -165,6 +168,7 @@ def layer_deviation(view: WeightView) -> Deviation | None:
             answer = "linear"
         else:
             answer = _answer(layer, view)
+
     if answer == "product" or (why is None and answer != "linear"):
         return None  # a class of its own may compute more than the product, such as a router
     if answer not in ("linear", "other"):

@@ -105,6 +105,7 @@ def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
         if claim.call:
             shape = claim.call.leaf.shape
             moves[id(claim.call)] = Moves(torch.zeros(shape[-1]).long(), alike=len(shape) - 2)
+
     starts = True
     for cut in record.cuts.values():
         starts &= not isinstance(cut, (Product, Attention))
@@ -113,6 +114,7 @@ def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
             axis = 1 if convolved else -1
             several = cut.leaf.movedim(axis, -1).shape[1:-1].numel() > 1
             moves[id(cut)] = Moves(torch.zeros(cut.leaf.shape[axis]).long(), axis, int(several))
+
     return moves
 
 
@@ -219,6 +221,7 @@ def _over_features(call: Call) -> bool:
         return source.ndim == 2
     if call.name in {"sqrt", "rsqrt"}:
         return source.ndim > 1 and source.shape[-1] == 1
+
     values = [
         *call.args[1:],
         *(call.kwargs.get(name) for name in ("normalized_shape", "dim", "axis")),
@@ -227,4 +230,5 @@ def _over_features(call: Call) -> bool:
     axes = values[-1] if values else ()
     if call.name in {"layer_norm", "rms_norm"}:
         return len(values[0]) == 1
+
     return (axes if type(axes) is int else axes[0] if len(axes) == 1 else None) in (-1, last)

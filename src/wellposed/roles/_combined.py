@@ -61,6 +61,7 @@ def combined_roles(model: nn.Module, named: Roles, traced: Trace) -> Roles:
                 # a module that sits in two places has the name that a reader would give it
                 by_id.pop(id(rival), None)
                 by_id[id(role)] = replace(rival, path=role.path, **views)
+
         return tuple(sorted(by_id.values(), key=lambda role: order[role.path]))
 
     attention = both(named.attention, traced.roles.attention)

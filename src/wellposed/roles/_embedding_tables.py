@@ -26,6 +26,7 @@ def embedding_roles(
         input_table = cast(Any, model).get_input_embeddings()
         if is_table(input_table):
             kinds[id(input_table.weight)] = "token"
+
     tables: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
         looked_up = is_table(module)
@@ -38,6 +39,7 @@ def embedding_roles(
             kind = named_kind if named_kind and kind != "position" else kind
             if kind is not None and kind != "none":
                 tables.setdefault(key, EmbeddingRole(path, kind, view))
+
     return tuple(tables.values())
 
 

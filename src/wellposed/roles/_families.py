@@ -137,11 +137,13 @@ def attention_role(located: LocatedModule, views: Mapping[str, WeightView]) -> A
     why = _other_kind(located)
     if why:
         raise OtherAttentionError(f"{located.path} ({class_name(located.module)}): {why}")
+
     rows = views["query"].shape[0]
     key_rows = views["key"].shape[0]
     num_heads = located.num_heads(rows)
     if num_heads is None:
         raise UnknownHeadsError(located, views)
+
     head_dim = rows // num_heads
     if rows % num_heads or key_rows % head_dim:
         raise ShapeError(
@@ -149,6 +151,7 @@ def attention_role(located: LocatedModule, views: Mapping[str, WeightView]) -> A
             f" key weight's {key_rows}; check the model's configuration, or pass where= without"
             " this module"
         )
+
     read = views["output"].shape[1]
     key_heads = key_rows // head_dim
     if read * key_heads != num_heads * views["value"].shape[0]:
@@ -157,6 +160,7 @@ def attention_role(located: LocatedModule, views: Mapping[str, WeightView]) -> A
             f" {views['value'].shape[0]} / {key_heads} values do not make. Set its number of heads"
             f" ({_HEADS[0]}), or give a batch, as some rows of its query may be no query"
         )
+
     return AttentionRole(
         path=located.path,
         kind=located.kind,
@@ -182,6 +186,7 @@ def _other_kind(located: LocatedModule) -> str | None:
         return "its name says another kind of attention"
     if any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in module.modules()):
         return "it convolves over tokens"
+
     # a count that only the configuration has may be that of the other layers
     counts = {n for n, v in vars(module).items() if type(v) is int and _COUNT.fullmatch(n)}
     if counts and counts.isdisjoint(_COUNTS):
@@ -302,10 +307,12 @@ def feedforward_in_a_row(located: LocatedModule) -> FeedForwardRole | None:
         map(_FEEDFORWARD_NAME.search, (class_name(around), holder.rpartition(".")[2]))
     ):
         return None
+
     linear = [(name, part) for name, part in located.module.named_modules() if _is_layer(part)]
     others = [part for part in located.module.modules() if not _is_layer(part)]
     if len(linear) != 2 or any(isinstance(part, _NOT_POINTWISE) for part in others):
         return None
+
     up, down = (view_of(located.join(name), part) for name, part in linear)
     if up.shape != down.shape[::-1]:
         return None

@@ -200,6 +200,7 @@ def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
     for weight in roles.weights():
         for name in weight.view.sources:
             covered.setdefault(name, []).append(weight.view)
+
     result: list[str] = []
     for name, parameter in model.named_parameters():
         views = covered.get(name, [])
@@ -212,6 +213,7 @@ def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
             taken = {row for view in views for span in view.spans or () for row in range(*span)}
             left = spans_of(row for row in range(rows) if row not in taken)
             result += [f"{name}[{shown_spans(left)}]"] if left else []
+
     return tuple(result)
 
 

@@ -29,6 +29,7 @@ class LiveParts:
         now = structure(self.model)
         if now == self._structure:
             return []
+
         lines: list[str] = []
         for path, part in self._parts.items():
             module = module_at(self.model, path)
@@ -36,6 +37,7 @@ class LiveParts:
                 lines.append(f"{path}: the model no longer has it")
             elif unwrapped(module) is not unwrapped(part):
                 lines.append(f"{path}: now another module, a {class_name(module)}")
+
         paths = {_plain(path) for path, _ in self.model.named_modules()} - self._paths
         new = sorted(path for path in paths if _pattern(path) in self._patterns)
         lines += [f"{path}: new in the model" for path in new]

@@ -70,13 +70,16 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
     inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
     if isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
+
     problem = _problem(model)
     if problem:
         return problem
+
     try:
         batch = own_batch(inner) if batch is None else batch
     except (AttributeError, TypeError) as error:
         return f"no batch was given, and none can be made from its configuration ({error})"
+
     if batch is None:
         return "no batch was given"
     traced = _pass(model, inner, batch, forced=False)
@@ -86,6 +89,7 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
             len(item.roles.attention) + len(item.roles.feedforward) for item in (traced, second)
         ]
         traced = second if counts[1] > counts[0] else traced
+
     return _checked(model, inner, batch, traced) if check else traced
 
 
@@ -144,6 +148,7 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         every = model.named_modules(remove_duplicate=False)
         alike = [(path, module, record.alike.get(module)) for path, module in every]
         norms = [path for path, m, like in alike if like is not None and _ignores_scale(m, like)]
+
     norms = [path for path in norms if not any(n.startswith(f"{path}.") for n in norms)]
     claims = [claim for claim in claims if claim is not None]
     parts = once(part for claim in claims for part in claim.parts)
@@ -165,6 +170,7 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         not_added=tuple(reader.not_added),
     )
     convolved = reader.convolved
+
     return Trace(roles, reader.incomplete, record, claims, forced, convolved=convolved)
 
 
@@ -182,12 +188,14 @@ def _checked(model: nn.Module, inner: nn.Module, batch: Any, traced: Trace) -> T
         if replay.diverged or len(replay.record.cuts) != len(traced.record.cuts):
             return replace(traced, unchecked="two passes on one batch differ")
         replays.append(replay.record)
+
     if not all(claim.last.leaf.isfinite().all() for claim in traced.claims):
         return replace(traced, unchecked="on this batch numbers are not finite")
     refused: list[tuple[Part, str]] = []
     for claim in traced.claims:
         problem = "; ".join(contradictions(claim, traced.record, replays))
         refused += [(part, problem) for part in claim.parts if problem]
+
     refused_keys = {key_of(part) for part, _ in refused}
     roles = replace(
         traced.roles,
@@ -198,6 +206,7 @@ def _checked(model: nn.Module, inner: nn.Module, batch: Any, traced: Trace) -> T
             part for part in traced.roles.feedforward if key_of(part) not in refused_keys
         ),
     )
+
     return replace(traced, roles=roles, refused=refused, unchecked="")
 
 

@@ -72,6 +72,7 @@ def with_patterns(
             loose.append(weight)
         else:
             by_place.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
+
     for (_, path), group in by_place.items():
         views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in group}
         role = part_of_weights.get(
@@ -89,6 +90,7 @@ def with_patterns(
             networks.append(role)
         else:
             loose += group
+
     loose += [weight for weight in roles.loose if weight.role not in torn | matched.keys()]
     return replace(
         roles,
@@ -122,6 +124,7 @@ def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
             f"where: received {patterns!r:.80}; expected a mapping of roles to patterns on"
             " parameter names, as {'query': '*.wq.weight'}"
         )
+
     for role, role_patterns in patterns.items():
         if role not in ROLE_NAMES:
             raise unknown_name("role", role, ROLE_NAMES)
@@ -137,6 +140,7 @@ def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
                     matched.setdefault(role, []).append(_weight(model, role, name))
                 else:
                     flat.append(f"{text} {name}, shape {shape}")
+
     if empty:
         raise RoleNotFoundError("where: these patterns match nothing:\n" + listed(empty))
     if flat:
@@ -144,6 +148,7 @@ def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
             "where: patterns match biases or other parameters that are no matrices; end them with"
             " '.weight':\n" + listed(flat)
         )
+
     return matched
 
 

@@ -55,10 +55,12 @@ class Reader:
         self.incomplete: Incomplete = {}
         self.readers: dict[int, list[tuple[Product, list[Cut]]]] = defaultdict(list)
         """Identity of a cut -> products that read it and at most four other cuts, and these cuts."""
+
         for product in record.of_kind(Product):
             above = record.above(product.source, limit=4)
             for cut in above:
                 self.readers[id(cut)].append((product, above))
+
         self.convolved: list[tuple[WeightView, WeightView]] = []
         """Two weights with a convolution between them."""
         self.not_added: dict[str, None] = {}
@@ -72,9 +74,11 @@ class Reader:
         ran = self.paths.get(call.module) if call and call.module is not None else None
         if ran is not None:  # keys may come from another layer
             paths = [views["output"].owner_path, ran]
+
         shared, *others = (path.split(".") for path in paths)
         for owner in others:
             shared = shared_segments(".".join(shared), ".".join(owner))
+
         while shared and type(self.model.get_submodule(".".join(shared))).forward is _NO_FORWARD:
             shared.pop()
         path = ".".join(shared)
@@ -94,6 +98,7 @@ class Reader:
         if missing:
             self._note_incomplete(parts, missing)
             return None
+
         full: dict[str, Any] = {name: p for name, p in parts.items() if p is not None}
         views = {name: full[name].views[0] for name in _PROJECTIONS}
         views["output"] = outputs[0].view_of()
@@ -116,6 +121,7 @@ class Reader:
             **views,
         )
         groups = {name: (p.products[0], p.rows) for name, p in full.items()}
+
         return Claim([part], outputs[0], groups, call)
 
     def feedforward(self, down: Product) -> Claim | None:
@@ -127,6 +133,7 @@ class Reader:
         else:
             self._note_convolved(down, above)
             return None
+
         if (
             id(down) in self.used
             or not ups
@@ -136,9 +143,11 @@ class Reader:
             or self._scales_positions(down)
         ):
             return None
+
         parts = self._gated(down, ups)
         if parts is None or len(ups) > 1 + (parts[1] is not None):
             return None
+
         named = {"up": parts[0], **({"gate": parts[1]} if parts[1] else {})}
         roles: list[FeedForwardRole] = []
         for entry in down.experts:
@@ -146,6 +155,7 @@ class Reader:
             views["down"] = down.view_of(None, entry)
             located = self._locate(views, down)
             roles.append(FeedForwardRole(located.path, located.stack, located.layer, **views))
+
         groups = {
             name: (
                 product,
@@ -194,6 +204,7 @@ class Reader:
             gate_rows = [row for row in range(len(up.rows)) if row not in rows]
             if gate_rows:
                 return (up, rows), (gate, gate_rows)
+
         if len(ups) > 1 or len(ups[0].rows) != down.source.shape[-1]:
             return None
         (up,) = ups
@@ -214,12 +225,14 @@ class Reader:
         others = [cut for cut in cuts if not isinstance(cut, Product)]
         if not products or are_added(tensor, [*products, *others]):
             return None
+
         pairs = [(product, rows_reached(tensor, product)) for product in products]
         pairs = sorted((pair for pair in pairs if pair[1]), key=lambda pair: -len(pair[1]))
         if not pairs:
             return None
         if any(product.is_stack for product, _ in pairs):
             return None
+
         main, rows = pairs[0]
         heads: dict[tuple[int, ...], None] = {}
         left = set(rows)
@@ -229,6 +242,7 @@ class Reader:
             head = rows_reached(matrix, main)
             heads[head] = None
             left -= set(head)
+
         if left or len({len(head) for head in heads}) > 1:
             return None  # a part is missing, or head widths differ
         views = [product.view_of(product_rows) for product, product_rows in pairs]
@@ -298,6 +312,7 @@ class Reader:
             if len(above) == 1 and isinstance(above[0], Product):
                 rows = inner.setdefault(id(above[0]), (above[0], set()))[1]
                 rows.update(rows_reached(outer.source, above[0]))
+
         if not inner:
             return
         mine = {id(product) for product in projections}

@@ -129,11 +129,13 @@ class Roles:
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind, heads)
             for role, view in part.extra_projections:
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
+
         for network in self.feedforward:
             for role, name in FEEDFORWARD.items():
                 view = getattr(network, name)
                 if view is not None:
                     yield RoleWeight(role, network.stack, network.layer, network.path, view)
+
         for table in self.embeddings:
             yield RoleWeight(f"{table.kind}_embedding", None, None, table.path, table.weight)
         yield from self.loose

@@ -77,20 +77,24 @@ def stand_in_problem(model: nn.Module) -> str:
     shards = [*_shards(model)]
     if any(shard.tensor.is_meta for shard in shards):
         return f"shards are on the meta device; load the weights first, {_REMEDY}"
+
     names = _names(model, [shard for shard in shards if not shard.is_known])
     if names:
         why = "not cut by FSDP2 alone, as under tensor parallelism"
         return f"{names} {why}; call find_roles before the model is cut, {_REMEDY}"
+
     names = _names(model, [shard for shard in shards if not shard.is_plain])
     if names:
         return f"{names} quantised or packed; call find_roles before that, {_REMEDY}"
     if not shards:
         return ""
+
     device = _device_of(shards[0])
     size = sum(shard.nbytes for shard in _distinct(shards))
     memory = _memory(device)
     if size <= _SHARE * memory:
         return ""
+
     return (
         f"the whole weights take {size / 1e9:.1f} GB, more than half of the {memory / 1e9:.1f} GB of"
         f" {device}; call find_roles before fully_shard, {_REMEDY}"
@@ -237,6 +241,7 @@ def _take_hooks_off(module: nn.Module, undo: Undo) -> None:
         if any(map(is_of_fsdp, hooks.values())):
             undo.later(attributes.__setitem__, table, hooks)
             attributes[table] = remaining
+
     for name, value in [*attributes.items()]:
         if is_of_fsdp(value):  # of `register_fsdp_forward_method`
             undo.later(attributes.__setitem__, name, value)

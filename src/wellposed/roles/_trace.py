@@ -94,6 +94,7 @@ class Tracer(TorchFunctionMode):
         if func in WRITTEN_OUT:
             with self:
                 return WRITTEN_OUT[func](*args, **kwargs)
+
         self._order += 1
         inputs = [item for item in _flat((args, kwargs)) if isinstance(item, Tensor)]
         output = func(*args, **kwargs)
@@ -108,6 +109,7 @@ class Tracer(TorchFunctionMode):
         elif name == "frexp":
             for item in output:
                 self._follow(name, args, inputs, item)
+
         return output
 
     @property
@@ -164,6 +166,7 @@ class Tracer(TorchFunctionMode):
         position = self._place_of(table)
         if position is None:
             return output
+
         view = position[0]
         if _address(ids) in self._input_addresses or len(ids.unique()) == 1:
             self._rows.pop(_name(view), None)
@@ -172,6 +175,7 @@ class Tracer(TorchFunctionMode):
         else:
             self._looked_up[_address(output)] = view
             self._alive.append(output)
+
         return output
 
     def _sum(self, call: Call) -> Tensor:
@@ -180,6 +184,7 @@ class Tracer(TorchFunctionMode):
         parents = [parent for parent, _ in getattr(node, "next_functions", ())]
         if len(call.inputs) != 2 or len(parents) != 2:
             return call.output
+
         # in place, only the node of a factor is left
         sides = [self._unsummed(parent) for parent in parents]
         orders = [max(side, default=0) for side in sides]
@@ -195,6 +200,7 @@ class Tracer(TorchFunctionMode):
                 if width == view.shape[1] and self._is_early(self.record.above(parents[number])):
                     self.record.tables[id(view.parameter)] = view, "position"
         self._sums[node] = {max(orders): None, **sides[0], **sides[1]}
+
         return call.output
 
     def _unsummed(self, node: Any) -> dict[int, Cut | None]:
@@ -214,6 +220,7 @@ class Tracer(TorchFunctionMode):
                 cuts[cut.order] = cut
             else:
                 level += [parent for parent, _ in node.next_functions]
+
         return cuts
 
     def _positions(self, added: Tensor) -> list[WeightView]:
@@ -266,12 +273,14 @@ class Tracer(TorchFunctionMode):
             return output
         if self._neutral.get(_address(right)):
             return self._product(left, right, output)
+
         scores = self._attention_of(left)
         if scores:
             (query, key), *extra = scores
             parts = {"query": query, "key": key, "value": right.mT, "extra": extra}
             causal = _is_causal(left[..., -1] == 0)
             return self._cut(output, Attention, **parts, causal=causal, module=self._module)
+
         if output.grad_fn is not None:
             nodes = ancestors([left, right])
             if self._module and any(self._scored_in.get(node) is self._module for node in nodes):
@@ -279,6 +288,7 @@ class Tracer(TorchFunctionMode):
             self._scored_in[output.grad_fn] = self._module
             self._scores[output.grad_fn] = (left, right)
             self._alive.append(output)
+
         return output
 
     def _einsum(self, call: Call) -> Tensor:
@@ -291,6 +301,7 @@ class Tracer(TorchFunctionMode):
         if self._place_of(inputs[0]) is not None:
             inputs = inputs[::-1]
             terms = terms[::-1]
+
         readable = len(terms) == len(inputs) == 2 and "." not in equation and out
         summed = [x for x in terms[0] if readable and x in terms[1] and x not in out]
         free = [x for x in terms[-1] if x not in terms[0]]
@@ -298,6 +309,7 @@ class Tracer(TorchFunctionMode):
             # mixing heads or tokens keeps the rows of the numbers
             mixed = readable and terms[0][-1] == out[-1] not in terms[1]
             return output if mixed or self._place_of(inputs[-1]) is None else self._cut(output)
+
         sides: list[Tensor] = []
         for mine, other, tensor in zip(terms, terms[::-1], inputs, strict=True):
             order = sorted(mine, key=lambda x: (x in summed, x not in other))
@@ -352,6 +364,7 @@ class Tracer(TorchFunctionMode):
             self._alive.append(output)
         if address in self._neutral:
             return
+
         view, stored = (self._place_of(inputs[0]) if inputs else None) or (None, None)
         if name == "__getitem__" and view is not None and stored is not None and stored.ndim == 3:
             if isinstance(args[1], Tensor) and args[1].numel() == 1:
@@ -359,6 +372,7 @@ class Tracer(TorchFunctionMode):
             return
         if any(_address(tensor) not in self._neutral for tensor in inputs):
             return
+
         names = frozenset[str]().union(*(self._neutral[_address(tensor)] for tensor in inputs))
         self._neutral[address] = names
         self._alive.append(output)

@@ -233,12 +233,14 @@ def view_of(path: str, layer: nn.Module) -> WeightView:
     while isinstance(base := getattr(layer, BASE, None), nn.Module):
         layer = base
         path = f"{path}.{BASE}"
+
     weight: Any = layer.weight
     for name, part in layer.named_modules():  # a wrapper may expose the weight of a child
         if name and part._parameters.get("weight") is weight:
             layer = part
             path = f"{path}.{name}"
             break
+
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         raise ConfigError(
             f"{path} ({type(layer).__name__}) holds a quantised weight, which can neither be viewed"

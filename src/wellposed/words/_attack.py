@@ -47,6 +47,7 @@ class WordAttack:
         ahead = self._ahead([ids], label)
         if float(ahead.max()) > 0:
             return 0, ids
+
         best = (most + 1, ids)
         for target in range(ahead.shape[1]):
             beam = [ids]
@@ -61,6 +62,7 @@ class WordAttack:
                     break
                 places = ahead[:, target].topk(min(self.beam, len(tried))).indices.tolist()
                 beam = [tried[index] for index in places]
+
         return best
 
     def _ahead(self, texts: Sequence[Tensor], label: int) -> Tensor:
@@ -110,6 +112,7 @@ class WordSwaps:
             mask = torch.ones_like(ids)[None]
             (logits,) = logits_of(self.model, inputs_embeds=x, attention_mask=mask)
             (gradient,) = torch.autograd.grad(logits[target] - logits[self.label], x)
+
         along = gradient[0].float() @ self._table.mT
         current = along.gather(1, ids[:, None])
         gains, words = (along - current).max(1)
@@ -117,4 +120,5 @@ class WordSwaps:
         places = gains.topk(min(self.tries, len(ids))).indices
         swapped = ids.repeat(len(places), 1)
         swapped[torch.arange(len(places)), places] = words[places]
+
         return list(swapped[gains[places].isfinite()])

@@ -137,6 +137,7 @@ def read_in_windows(
             "windows of words are padded, and this tokenizer has no padding token; set"
             " tokenizer.pad_token, for example to its eos_token"
         )
+
     options = window_options(tokenizer, texts, words, max_length=max_length)
     around = WindowsForSequenceClassification.around
     return around(model, tokenizer.pad_token_id, **options, frozen=frozen)
@@ -194,14 +195,17 @@ class WordCertificate:
             raise ConfigError(
                 f"WordCertificate: model: received {kind}; expected a classifier of transformers"
             )
+
         check_single_label(model, "a certificate in words")
         self.max_length = text_limit(model, tokenizer) if max_length is None else max_length
         self.tokenizer = tokenizer
         self.reader: WordReader | WindowReader
+
         if type(model) is WindowsForSequenceClassification:
             self.reader = WindowReader(model, tokenizer, self.max_length)
         else:
             self.reader = WordReader(model, tokenizer, self.max_length, required=required)
+
         self.model: Any = self.reader.model
         self.reason = self.reader.reason
         """Why nothing is certified; empty if something is."""
@@ -274,6 +278,7 @@ class WordCertificate:
                 f"certified accuracy in words: {len(texts)} texts with {len(labels)} labels, expected"
                 f" as many labels, each a number below {classes} or a name of model.config.label2id"
             )
+
         ids = self.encode(texts)
         rows = range(0, len(ids), batch_size)
         batches = [_batch(ids[at : at + batch_size], numbers[at : at + batch_size]) for at in rows]
@@ -291,6 +296,7 @@ class WordCertificate:
         if counts != sorted({k for k in counts if isinstance(k, int) and k >= 1}):
             problem = f"{counts} words, expected increasing whole numbers of 1 or more"
             raise ConfigError(f"certified accuracy in words: {problem}")
+
         most = max(counts, default=0)
         results = self.hold(batches, most)
         fewest = []
@@ -306,6 +312,7 @@ class WordCertificate:
                 lower = f"certified for k = {text.replaceable}" if text.replaceable > 0 else ""
                 upper = f"turned by {needed}: {words}" if words else ""
                 examples.append("; ".join(filter(None, (lower, upper))))
+
         share = lambda flags: sum(flags) / max(1, len(results))  # noqa: E731
         return WordAccuracy(
             counts=counts,
@@ -351,6 +358,7 @@ class WordCertificate:
         gains = padded.new_zeros(*padded.shape[:2], logits.shape[1], dtype=logits.dtype)
         for label in targets.unique().tolist() if most else []:
             gains[targets == label] = self.reader.gains(label, padded[targets == label])
+
         behind = torch.arange(padded.shape[1]) >= lengths[:, None]
         gains.masked_fill_(behind[..., None], 0)
         count = min(most, padded.shape[1])
@@ -360,6 +368,7 @@ class WordCertificate:
         certified = (rounded_up(moved) < ahead[:, None]).all(2).long().cumprod(1).sum(1)
         # If all words of a text may be replaced, any number may.
         certified = certified.masked_fill(certified == padded.shape[1], most)
+
         return certified.masked_fill((ahead <= 0).any(1), -1).tolist()
 
     def _attacked(
@@ -409,6 +418,7 @@ class WordCertificate:
             of_margin = gains[:, against] / ahead[against]
             order = of_margin.argsort(descending=True).tolist()
             shares = [(typed[index], float(of_margin[index])) for index in order]
+
         return TextReport(
             label=label,
             words=result.words,

@@ -45,11 +45,13 @@ def word_logits(
         gains = 1 + votes.gather(2, labels[:, None, None].expand(*votes.shape[:2], 1)) - votes
         moved = _most_moved(gains, votes.sum(2) > 0, words, labels)
         return logits + LOGIT_SCALE * moved
+
     model = getattr(model, "module", model)  # unwraps DistributedDataParallel
     ours = isinstance(model, WellposedForSequenceClassification)
     if not ours or model.config.pooling != "mean":
         problem = "margin_loss = words is for a classifier of texts of the variant lipschitz"
         raise ConfigError(f"{problem} that pools by the mean; received a {type(model).__name__}")
+
     classifier: Any = model.classifier
     body: Any = model.model
     ids = batch["input_ids"]
@@ -67,6 +69,7 @@ def word_logits(
     lengths = vectors.norm(dim=-1)
     reach = nn.functional.embedding(ids, lengths[:, None]) + lengths.amax()
     gains = best[labels][:, None] - current + (total - skip) * sizes[:, None] * reach
+
     return logits + _most_moved(gains, mask, words, labels).to(logits.dtype)
 
 
@@ -103,4 +106,5 @@ def _factors(layers: nn.ModuleList, tokens: int) -> tuple[Tensor | float, Tensor
                 constant = (mix * (column * (1 + 2 * temperature) + temperature)).sum()
             total = total * (identity + scale * constant)
             skip = skip * identity
+
     return skip, total

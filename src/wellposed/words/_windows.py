@@ -79,6 +79,7 @@ class WindowReader:
                 )
             plain = [token for token in tokens if token not in (self.mark, blank)]
             words.append(self.tokenizer.decode(plain).strip())
+
         return " ".join(words)
 
     def names(self, ids: Tensor) -> list[str]:
@@ -131,6 +132,7 @@ class WindowReader:
         new = self._strongest(target)
         ahead = self._leads(windows, target, label)
         ahead[(windows != self._windows(original)).any(1)] = torch.inf
+
         for index in ahead.topk(min(_TRIES, len(ahead)), largest=False).indices.tolist():
             words = windows[index].view(-1, self.tokens)
             ids_of_words = words[:, self.tokens - self.model.config.word_tokens :]
@@ -143,6 +145,7 @@ class WindowReader:
             text = windows.clone()
             text[index] = others[self._leads(others, target, label).argmax()]
             texts.append(text.flatten()[: len(ids)])
+
         return texts
 
 

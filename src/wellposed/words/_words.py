@@ -52,6 +52,7 @@ class WordReader:
         bound = certify(self.model, seq_len=limit, norm="sum")
         if required:
             bound.require()
+
         self.reason = ""
         """Why nothing is certified; empty if something is."""
         self.skip = math.nan
@@ -63,6 +64,7 @@ class WordReader:
         self.vectors = vectors.double().cpu()
         self.longest = float(self.vectors.norm(dim=-1).max()) * (1 + 1e-12)
         self.weight = self.vectors.new_zeros(self.model.config.num_labels, vectors.shape[1])
+
         if math.isinf(bound.total):
             parts = shortened(sorted({layer.module for layer in bound.uncertified}))
             self.reason = f"no bound in norm sum of {parts}"
@@ -78,6 +80,7 @@ class WordReader:
             self.weight = weight.double().cpu()
             self.skip = bound.skip
             self.rest = max(0.0, body - self.skip) + 1e-12 * body
+
         self.exact = self.rest <= ROUNDING
         """Whether the bound is attained by k replaced words."""
         self._along: dict[int, Tensor] = {}
@@ -133,6 +136,7 @@ class WordReader:
         widen = self.rest * self._apart(label).norm(dim=-1)
         if self.exact:
             return along.amax(0) - along[ids] + 2 * self.longest * widen
+
         table = self._tables.setdefault(label, torch.full_like(along, math.nan))
         new = ids.unique()
         squares = self.vectors.square().sum(-1)
@@ -143,6 +147,7 @@ class WordReader:
             apart = (apart + 1e-12 * self.longest**2).sqrt()
             reached = [torch.add(along[:, c], apart, alpha=float(r)) for c, r in enumerate(widen)]
             table[rows] = torch.stack([column.amax(1) for column in reached], 1) - along[rows]
+
         return table[ids]
 
     def propose(self, ids: Tensor, label: int) -> Propose:

@@ -72,11 +72,13 @@ def decode_text(path: Path, stored: bytes | None = None, *, has_mark: bool = Tru
             raise missing_file(path) from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+
     content = _gunzip(path, stored)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _not_utf8(path, content, error) from None
+
     described = describe_file(path, stored)
     if has_mark and text.startswith(BOM):
         text = text[1:]
@@ -306,9 +308,11 @@ def _fields(
             places.append(number)
         else:
             problems.append(f"{path}:{number}: {len(row)} columns, expected {len(names)}{why}")
+
     if not complete and not problems:
         what = "a header and no rows" if headed else "no rows"
         raise DataError(f"{path}: {what}; give a file with a row for each text")
+
     columns = list(zip(*complete, strict=True)) or [()] * len(names)
     unknown = () if headed else first
     return Table(str(path), names, columns.__getitem__, places, problems, unknown), blank
@@ -336,6 +340,7 @@ def _objects(file: TextFile) -> tuple[Table, int]:
             kind = type(value).__name__
             problems.append(f"{file.path}:{number}: {kind}, expected a JSON object")
     names = tuple(dict.fromkeys(name for row in rows for name in row))
+
     return Table(str(file.path), names, objects_column(rows, names), places, problems), blank
 
 
@@ -380,6 +385,7 @@ def hub_table(rows: Any, where: str) -> Table:
                 f"{where}:{read + 1}: {name!r} holds bytes that are not UTF-8; write the file again"
                 " from texts"
             ) from None
+
         to_name = getattr(rows.features[name], "int2str", None)
         if to_name is None:
             return values

@@ -160,6 +160,7 @@ def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images])
     if folders and "train" not in folders:
         others = " and ".join(folder.name for folder in folders.values())
         raise DataError(f"{root}: has a folder {others} and no folder train; add it")
+
     images: dict[Split, Images] = {}
     described: dict[Split, Described] = {}
     for split, folder in (folders or {SPLITS[0]: root}).items():
@@ -169,6 +170,7 @@ def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images])
             raise DataError(f"{folder}: classes {files.names}, expected those of train: {expected}")
         images[split] = ready(files)
     layout = "folders" if folders else "one folder"
+
     return images, {"source": options.data, "files": described, "splits": layout}
 
 
@@ -190,12 +192,14 @@ def _class_files(folder: Path) -> tuple[Images, Described]:
         others += len(within) - len(images)
         if not images:
             problems.append(f"{folder / name}: no file named {', '.join(IMAGE_SUFFIXES)}")
+
     problems += [f"{path}: a link to no file; links to folders are not followed" for path in lost]
     files.refuse(f"{folder}: expected a folder of files for each class", problems)
     numbers = np.array(labels, np.int64)
     digest = hashlib.sha256(numbers.tobytes())
     for path in paths:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
+
     unread = {"other_files_not_read": others} if others else {}
     described = {"path": str(folder), "files": len(paths), **unread, "sha256": digest.hexdigest()}
     return Images(paths, numbers, read_image_file, classes), described

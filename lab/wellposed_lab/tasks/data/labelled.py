@@ -155,6 +155,7 @@ def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> La
         values, wrong = table.texts(column)
         parts.append(values)
         problems += wrong
+
     table.refuse(problems)
     rows = list(zip(*parts, strict=True))
     clean = [clean_label(value) for value in labels]
@@ -183,10 +184,12 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, Pl
     if count < 2:
         table.refuse()
         raise DataError(f"{table.where}:1: one column, expected label and text: another delimiter?")
+
     label, text = _named(table.names, options)
     if table.first:
         label = 0
         text = tuple(range(1, count)) if join else (count - 1,)
+
     if label is None or text is None:
         table.refuse()
         asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
@@ -194,6 +197,7 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, Pl
         raise _no_column(table.where, table.names, missing)
     if label in text:
         raise DataError(f"{table.where}:1: label and text are both {table.names[label]!r}")
+
     return label, text
 
 
@@ -233,6 +237,7 @@ def _describe(table: Table, label: int, text: Sequence[int]) -> str:
         named = [repr(table.names[column]) for column in text]
         described = f"header, label {table.names[label]!r}, text {' + '.join(named)}{joined}"
         left = ", ".join(repr(table.names[column]) for column in unread)
+
     return described + (f"; not read: {left}" if unread else "")
 
 

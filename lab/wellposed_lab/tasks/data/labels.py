@@ -85,6 +85,7 @@ def label_notes(labels: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     alike: dict[str, list[str]] = {}
     for label in sorted(train):
         alike.setdefault(label.casefold(), []).append(label)
+
     absent = {
         split: sorted(train - set(names)) for split, names in labels.items() if train - set(names)
     }
@@ -95,4 +96,5 @@ def label_notes(labels: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         ],
         "labels_of_train_alone": absent,
     }
+
     return {name: note for name, note in notes.items() if note}

@@ -83,6 +83,7 @@ def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
             read_file=lambda path: _read_file(path, options),
             read_hub=lambda rows, where: _pairs(files.hub_table(rows, where), options),
         )
+
     problems = [
         f"{texts.where(i, side)}: the {'target' if side else 'source'} is empty"
         for texts in pairs.values()
@@ -91,6 +92,7 @@ def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
         if not text.strip()
     ]
     files.refuse("pairs with an empty side cannot be used; correct or remove them", problems)
+
     return splits.cut_missing(
         pairs,
         pairs["train"].paths[0],
@@ -111,12 +113,14 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
         raise files.missing_file(root)
     if root.is_file():
         return {}
+
     table = _files_by_language(root)
     names = {language for stems in table.values() for pair in stems.values() for language in pair}
     if not names & set(options.both):
         if names:
             raise _no_language(root, table["train"], options)
         return {}
+
     chosen: Stems = {}
     for split, stems in table.items():
         complete = {stem: pair for stem, pair in stems.items() if set(options.both) <= {*pair}}
@@ -127,6 +131,7 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
             files.refuse(what, sorted(complete))
         for found_pair in complete.values():
             chosen[split] = (found_pair[options.src], found_pair[options.tgt])
+
     return chosen
 
 
@@ -174,6 +179,7 @@ def _from_stems(data: str, stems: Stems, options: ParallelOptions) -> splits.Loa
         pairs[split] = ParallelTexts(source, target, named, range(1, len(source) + 1))
         origins = [file.described for file in both]
         described[split] = dict(zip(options.both, origins, strict=True))
+
     return pairs, {"source": data, "files": described}
 
 
@@ -200,6 +206,7 @@ def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
         table = replace(table, names=names, column=files.objects_column(objects, names))
     elif not set(options.both) <= {*table.names}:
         table = replace(table, names=tuple(name.strip().lower() for name in table.names))
+
     lacking = [language for language in options.both if language not in table.names]
     if lacking:
         table.refuse()

@@ -63,6 +63,7 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
             share = f" of {sizes[split]}" if is_counted else ""
             if count:
                 yield f"{count}{share} {noun} of {split} {what}"
+
     count = dict(_entries(described.get("train_pairs_dropped_as_too_long"))).get("pairs")
     if count:
         yield f"{count} pairs of train were left out: longer than max_tokens"

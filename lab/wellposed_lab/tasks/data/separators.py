@@ -34,12 +34,15 @@ def find_separator(text: str, where: str) -> str:
     tables = {mark: rows for mark in present if (rows := _even_rows(text, mark))}
     if len(tables) < 2:
         return next(iter(tables or present), ",")
+
     repeating = [mark for mark, rows in tables.items() if _repeats(rows)]
     if len(repeating) == 1:
         return repeating[0]
+
     rows = tables[next(iter(tables))]
     if len(rows) < 2:
         return next(iter(tables))  # one row shows nothing
+
     names = " or ".join(_NAMES[mark] for mark in tables)
     example = "; ".join(f"{mark!r}: {rows[0][0][:20]!r}, ..." for mark, rows in tables.items())
     raise DataError(

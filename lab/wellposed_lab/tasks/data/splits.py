@@ -145,6 +145,7 @@ def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] |
             f"{folder}: {len(trains)} train files, expected one; give one of them instead of the"
             " folder:\n" + listed([str(folder / name) for name in trains])
         )
+
     looked_for = ", ".join(f"train{suffix}[.gz]" for suffix in suffixes)
     holds = ", ".join(names[:10]) or "nothing"
     raise DataError(
@@ -164,6 +165,7 @@ def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
     position = train_position(train.name)
     if position is None:
         return None
+
     before = train.name[: position[0]]
     after = train.name[position[1] :]
     plain = re.escape(after.removesuffix(".gz"))
@@ -180,6 +182,7 @@ def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
                 )
             if matches:
                 return train.parent / matches[0]
+
     return None
 
 
@@ -202,6 +205,7 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
     name, _, config = data.removeprefix("hf:").partition(":")
     if not name:
         raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
+
     try:
         with _cache_if_offline():
             loaded = datasets.load_dataset(name, config or None)
@@ -211,6 +215,7 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
         lost = isinstance(error, ConnectionError) and not hub_answers()
         reason = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
         raise DataError(f"{data}: cannot be loaded: {reason}") from error
+
     if "train" not in loaded:
         raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
     return {
@@ -254,6 +259,7 @@ def cut_missing(
             f"{where}: {len(train)} {noun.partition(',')[0]} are too few to cut {names} from,"
             f" expected at least {at_least}; " + remedy.format(missing=names)
         )
+
     rows = (draw or _draw)(train, missing, max(1, round(len(train) * share)))
     cut = {split: train.select(sorted(chosen)) for split, chosen in rows.items()}
     description = f"of {len(train)} {noun}, by a fixed shuffle"
@@ -286,6 +292,7 @@ def cut_missing_text(texts: Mapping[Split, str], where: str, described: Describe
             f"{where}: {len(train)} characters are too few to cut {' and '.join(missing)} from;"
             f" expected >= {MIN_CHARACTERS_TO_CUT}"
         )
+
     count = round(len(train) * CUT_SHARE)
     start = len(train) - count * len(missing)
     cut: dict[Split, str] = {**texts, "train": train[:start]}

@@ -196,6 +196,7 @@ def labelled_docstrings() -> tuple[LabelledTexts, dict[str, Any]]:
                 words = re.findall(r"[\w']+", text.strip().split("\n\n")[0].lower())
                 if len(words) in WORDS:
                     labelled.setdefault(" ".join(words), (topic, path))
+
     if not labelled:
         raise DataError("builtin sentences: Python's library has no source here; give data=FILE")
     texts = sorted(labelled, key=lambda text: hashlib.sha256(text.encode()).digest())

@@ -144,6 +144,7 @@ def encode_labelled(
     words = getattr(options, "certified_windows", 0)
     if words:
         encoder = WindowEncoder(encoder, words, train, options.max_length)
+
     ids: dict[Split, Encoded] = {}
     for split, table in tables.items():
         ids[split] = encoder.encode(table.texts, max_length=options.max_length)
@@ -156,6 +157,7 @@ def encode_labelled(
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
             refuse_longer(table, lengths, options.max_length, remedy)
+
     train_texts = set(train)
     limit = options.max_length
     cut = {s: sum(size > limit for size in encoded.full_lengths) for s, encoded in ids.items()}
@@ -170,6 +172,7 @@ def encode_labelled(
         f"{noun}_also_in_train": again,
         "texts_without_blanks": unspaced,
     }
+
     return encoder, ids, details
 
 

@@ -104,6 +104,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
             self._refuse_longer(split, rows, [side.ids.lengths for side in sides])
             self._pairs[split], ids = self._within_positions(split, rows, *(s.ids for s in sides))
             examples[split] = PairExamples(*ids)
+
         super().__init__(
             encoder=encoder,
             examples=examples,
@@ -127,6 +128,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         longest = int(np.maximum(*sizes).max())
         if longest <= limit or self.options.overflow != "error":
             return
+
         refuse(
             f"{split}: texts have more tokens than the model has positions, max_tokens = {limit};"
             f" {self.remedy} (the longest has {longest}) or give overflow={self.shortened!r}",
@@ -196,6 +198,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         texts = [""] * len(rows)
         was_training = model.training
         model.eval()
+
         try:
             generated = generate_texts(
                 model,
@@ -210,6 +213,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         finally:
             model.train(was_training)
         scores, self._signatures = self._score(texts, self._pairs[split].target[: len(rows)])
+
         return scores
 
     def describe_generation(self) -> dict[str, Any]:
@@ -310,6 +314,7 @@ def generate_keywords(
     special: list[Any] = [tokenizer.pad_token_id, tokenizer.unk_token_id]
     if tokenizer.bos_token_id not in tokenizer(text_target="")["input_ids"]:
         special.append(tokenizer.bos_token_id)
+
     beams = {"length_penalty": decoding.length_penalty, "early_stopping": False}
     return {
         "max_new_tokens": min(wanted, positions) if positions else wanted,

@@ -89,6 +89,7 @@ def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int
             f"vocab_size = {vocab_size}, but the texts have {needed - len(SPECIAL)} characters;"
             f" expected at least {needed} (with {len(SPECIAL)} special tokens), or tokenizer 'char'"
         )
+
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=UNK))
     inner.normalizer = _white_space(tokenizers)
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -102,6 +103,7 @@ def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int
         vocab_size=vocab_size, special_tokens=list(SPECIAL), show_progress=False
     )
     inner.train_from_iterator(texts, trainer)
+
     return inner
 
 

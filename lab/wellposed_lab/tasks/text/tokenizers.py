@@ -194,6 +194,7 @@ class WordEncoder(TextEncoder):
         if self.drop:
             pattern = tokenizers.Regex("[" + "".join(f"\\{char}" for char in self.drop) + "]")
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
+
         before = tokenizers.pre_tokenizers
         inner.pre_tokenizer = before.WhitespaceSplit()
         if self.pattern:  # what is between matches is removed
@@ -310,11 +311,13 @@ class PretrainedEncoder(TextEncoder):
                 f"tokenizer 'hf:{name}' cannot be loaded: {error}; "
                 "give a folder with tokenizer.json, or a hub name that is cached or reachable"
             ) from error
+
         self.pad_from_eos = self._tokenizer.pad_token is None
         if self.pad_from_eos:
             if self._tokenizer.eos_token is None:
                 raise ConfigError(f"{self.kind}: neither a pad nor an eos token; set pad_token")
             self._tokenizer.pad_token = self._tokenizer.eos_token
+
         self.pad_id = int(self._tokenizer.pad_token_id)
         self.bos_id = self._tokenizer.bos_token_id
         self.eos_id = self._tokenizer.eos_token_id

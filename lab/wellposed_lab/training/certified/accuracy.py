@@ -136,6 +136,7 @@ def certified_accuracy(
     if radii is not None and (not radii or list(radii) != rising):
         problem = f"radii: expected finite increasing sizes >= 0, received {list(radii)}"
         raise ConfigError(f"certified accuracy: {problem}")
+
     with evaluating(model):  # below, a copy in eval mode is run
         certificate.require_weights_of(model)
     check_single_label(model, "certified accuracy")
@@ -145,6 +146,7 @@ def certified_accuracy(
     embedded = [_embed(target, batch) for batch in batches]
     if not embedded:
         raise DataError("certified accuracy: no examples were given; expected at least one batch")
+
     largest = torch.cat([batch.sizes.amax(-1) for batch in embedded])
     certified = torch.cat([_certified_radii(certificate, batch) for batch in embedded])
     median_token = float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median())
@@ -156,6 +158,7 @@ def certified_accuracy(
     counted = torch.cat([batch.is_counted.flatten() for batch in embedded])
     broken_at = torch.cat([sizes_of_batch.flatten() for sizes_of_batch in breaks])[counted]
     correct = torch.cat([batch.correct.flatten() for batch in embedded])[counted]
+
     return CertifiedAccuracy(
         list(sizes),
         [_share(correct & ((certified > size) | (size == 0))) for size in sizes],
@@ -184,6 +187,7 @@ def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
         return (f"no bound ({why}), so nothing is certified at any radius above 0",)
     if certificate.ball == math.inf:
         return ()
+
     ball = f"the ball |x_i| <= {certificate.ball:g}"
     outside = int((largest > certificate.ball).sum())
     if outside:
@@ -254,6 +258,7 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
             "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of"
             f" input_ids, received {labels.dtype} {tuple(labels.shape)}"
         )
+
     names = [name for name in _SIDES if f"input_ids{name}" in batch]
     masks = [batch[f"attention_mask{name}"] for name in names]
     pairs = zip(names, masks, strict=True)
@@ -263,6 +268,7 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
     sides = tuple(text.shape[1] for text in texts)
     logits = _scores(model, vectors, mask, sides)
     labels = labels[:, 1:] if is_text else labels[:, None]
+
     return _EmbeddedBatch(vectors, mask, labels, logits, sides)
 
 

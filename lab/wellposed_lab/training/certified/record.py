@@ -95,6 +95,7 @@ def _read(path: Path, kind: type[R], axis: str, run_date: str) -> R | None:
         _refuse_damage(run, axis)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: {error}; measure the run again, or remove the file") from error
+
     if run.run_date != run_date:
         raise DataError(
             f"{path}: belongs to the model of {run.run_date}, the run ended {run_date}; measure it"

@@ -161,6 +161,7 @@ def keep(
     )
     data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
     atomic.replace_file(folder / record.NAME, data)
+
     return run
 
 
@@ -171,6 +172,7 @@ def keep_words(folder: Path, accuracy: WordAccuracy, split: Split) -> None:
     counts, certified, attacked = (list(column) for column in zip(*rows, strict=True))
     if accuracy.reason:
         certified[1:] = [0.0] * (len(certified) - 1)
+
     if len(counts) > 1:
         run = record.CertifiedWords(
             run_date=_date(folder),

@@ -57,6 +57,7 @@ def verify(folder: Path, advice: str, *, needed: Names = (), only: Names | None 
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{path}: unreadable manifest ({type(error).__name__}: {error})"
         raise CheckpointError(f"{problem}; {advice}") from error
+
     wanted = entries if only is None else entries.keys() & set(only)
     results = (_problem(folder / name, *entries[name]) for name in sorted(wanted))
     problems = list(filter(None, results))

@@ -62,6 +62,7 @@ def read_result(run_folder: Path) -> RunResult | None:
     path = run_folder / RESULT
     if not path.is_file():
         return None
+
     manifest.verify_run_file(path)
     try:
         values = from_json(path.read_bytes())
@@ -94,12 +95,14 @@ def describe_result(
     results: dict[str, float] = {}
     for split, item in evaluations.items():
         results |= {f"{metric},{split}": value for metric, value in item.metrics.items()}
+
     metrics = {task.headline, "loss"}.union(*(item.metrics for item in evaluations.values()))
     # A report shows the score of generated text first, if there is one, else the headline.
     headline = task.report_headline if task.report_headline in metrics else task.headline
     falling = {"loss"}
     if not task.higher_is_better:  # scores of generated text always rise
         falling |= {task.headline} if task.report_headline else metrics
+
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "task": config.task,
@@ -135,6 +138,7 @@ def describe_result(
     }
     for evaluation in evaluations.values():
         values |= evaluation.notes
+
     if message:
         values["train_info"]["reason"] = message
     if failure is not None:

@@ -127,6 +127,7 @@ class RunFolder:
             raise ConfigError(problem)
         if not self.is_used():
             return
+
         begun = read_config(self.path)
         changed = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
         grows = longer and config.train.steps > begun.train.steps
@@ -242,6 +243,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 write_config(self.path, config)
             return Entry(None, config, [])
+
         if self.writes:
             atomic.remove_litter(self.path)
         checkpoint, notes = self._checkpoint(resume)
@@ -251,6 +253,7 @@ class RunFolder:
             (self.path / RESULT).unlink(missing_ok=True)
         if self.writes and config != begun:
             write_config(self.path, config)
+
         return Entry(checkpoint, begun, notes)
 
     def _checkpoint(self, resume: str) -> tuple[Path | None, list[str]]:

@@ -64,9 +64,11 @@ def build_optimizer(
         adam |= {"weight_decay": options.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         rate = options.learning_rate
         return MuonAndAdamW(model, lr=rate, adamw_lr=rate, where=list(where) or None, **adam)
+
     rate = options.learning_rate
     if options.optimizer == "scion":
         return _scion(model, options)
+
     groups = decay_groups(model, options.weight_decay, constrained=constrained)
     fused = device in FUSED_DEVICES
     if options.optimizer == "adamw":
@@ -128,6 +130,7 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
     notes = [_DT_FIXUP.format(**started["dt_fixup"])] if "dt_fixup" in started else []
     if "started_from" not in started:
         return notes
+
     begun = started["started_from"]
     drawn = begun["new_weights"]
     left_out = begun["left_out"]
@@ -137,6 +140,7 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
         parts.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
     if left_out:
         parts.append(f"in the file and not used: {shortened(left_out)}")
+
     labels = begun.get("labels")
     if labels:
         parts.append(labels)

@@ -42,6 +42,7 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     if not order:
         problem = f"{run.task.name}: the {split} split is empty"
         raise DataError(f"{problem}; a run needs it to choose and report weights")
+
     totals: dict[str, tuple[float, float]] = {}
     bad: list[Batch] = []
     rank = accelerator.process_index
@@ -50,6 +51,7 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     mine = [order[min(first + rank, len(order) - 1)] for first in range(0, len(order), world)]
     was_training = prepared.training
     prepared.eval()
+
     try:
         for number, members in enumerate(mine):
             if run.stop_requested():
@@ -66,11 +68,13 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
                 totals[name] = before[0] + value, before[1] + count
     finally:
         prepared.train(was_training)
+
     if world > 1:
         names = sorted(totals)
         values = torch.tensor([totals[name] for name in names], dtype=torch.float64)
         pairs = sum_over_processes(accelerator, values).tolist()
         totals = {name: (pair[0], pair[1]) for name, pair in zip(names, pairs, strict=True)}
+
     loss_sum, count = totals.pop("loss")
     loss = loss_sum / max(1.0, count)
     if not math.isfinite(loss):
@@ -79,6 +83,7 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
         what = f"loss on {split} is {loss}"
         raise Divergence(step=step, learning_rate=run.rate(step), what=what, blame=blame)
     metrics = run.task.summarize(totals) if totals else {}
+
     return Evaluation({"loss": loss, **metrics}, sum(map(len, order)))
 
 

@@ -33,6 +33,7 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
         if getattr(options, name) == gone:
             option = f"--{name.replace('_', '-')} {instead}"
             raise ConfigError(f"train.{name} = {gone!r} can no longer be trained; give {option}")
+
     for name in SHARDING_BY_LAUNCHER:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ConfigError(
@@ -40,12 +41,14 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
                 " with --multi_gpu or --cpu, or use Hugging Face's Trainer, which has its own flags for"
                 " sharding"
             )
+
     kind, _, index = options.device.partition(":")
     if index and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"train.device = {options.device!r} with several processes, which take one GPU each; give"
             " --device cuda or leave it out, and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
+
     present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if kind in present and int(index or 0) >= present[kind]:
         devices = [f"{name}:{number}" for name, count in present.items() for number in range(count)]
@@ -53,9 +56,11 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
         raise ConfigError(
             f"train.device = {options.device!r} is not on this machine, which has: {has}"
         )
+
     on_cpu = kind == "cpu" or (kind == "auto" and not torch.accelerator.is_available())
     if index:
         torch.cuda.set_device(int(index))
+
     earlier = PartialState._shared_state.get("device")
     # A Trainer of this process may have asked for compilation, and an earlier run for another device.
     is_elsewhere = earlier is not None and kind not in ("auto", earlier.type)

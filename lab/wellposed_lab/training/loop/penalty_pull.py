@@ -18,6 +18,7 @@ def pulls_of(penalty: Tensor, model: nn.Module) -> dict[str, float]:
     named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not penalty.requires_grad:
         return {}
+
     gradients = torch.autograd.grad(
         penalty, list(named.values()), retain_graph=True, allow_unused=True
     )
@@ -27,6 +28,7 @@ def pulls_of(penalty: Tensor, model: nn.Module) -> dict[str, float]:
         if gradient is not None
     }
     values = torch.stack([norm.float().cpu() for norm in norms.values()]).tolist() if norms else []
+
     return dict(zip(norms, values, strict=True))
 
 

@@ -114,6 +114,7 @@ class Run:
         self._saved = (-1, -1)
         if checkpoint is None:
             self.measure("measure-initial.json")
+
         # Dropout must not depend on the random numbers that a variant drew for its weights.
         torch.manual_seed(derived_seed(self.options.seed, draws))
         if checkpoint is not None:
@@ -123,11 +124,13 @@ class Run:
             self._saved = self._moment
             if parts.monitor is not None:
                 parts.monitor.steps = self.state.step
+
         if self.state.processes != world:
             raise ConfigError(
                 f"the run was begun by {self.state.processes} processes, received {world}; continue with"
                 f" {self.state.processes}"
             )
+
         self.batches = MicroBatches(
             task,
             self.options.batch_size,

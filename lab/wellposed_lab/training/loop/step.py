@@ -69,6 +69,7 @@ def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: flo
             f" `classifier.output` or `lm_head`; received a {type(model).__name__} with logits"
             f" {tuple(logits.shape)} and labels {tuple(rows.shape)}; leave margin_radius 0"
         )
+
     classes, inverse = rows.clamp_min(0).unique(return_inverse=True)
     # Not by matrix products, whose rounding scales with the squared weights.
     mode = "donot_use_mm_for_euclid_dist"
@@ -174,6 +175,7 @@ def compute_gradients(
         sums[0] += batch_sum.detach()
         if check_targets:
             counted += float(count)
+
     if check_targets:
         batches.check_target_count(task, int(mine[0]), counted)
     # Accelerate's own clipping searches the disk for optional packages at every call (0.5 ms).

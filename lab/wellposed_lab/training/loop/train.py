@@ -107,11 +107,13 @@ def train(
     if config.train.epochs is not None or config.train.warmup_share:
         task = task or build_task(config.task, config.task_options)
         config = counted_in_steps(config, task, processes=accelerator.num_processes)
+
     folder.check(config, resume, longer=longer)
     finished = folder.finished(config, task, longer=longer) if resume == "auto" else None
     if finished is not None:
         _warn_of_half(out)
         return finished
+
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
     progress_bar = trackers.Progress(
@@ -335,12 +337,14 @@ def _finish(run: Run) -> results.RunResult:
     described = run.task.describe_generation() if test_scores else None
     if described:
         notes["generation"] = described
+
     test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
     run.add_row({"step": run.state.best_step, "split": "test", **test.metrics})
     valid = best_evaluation(run)["valid"]
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     if run.parts.reparametrized is not None:
         run.parts.reparametrized.merge()
+
     run.measure("measure-final.json")
     evaluations = {"valid": valid, "test": test}
     model = run.parts.model
@@ -348,6 +352,7 @@ def _finish(run: Run) -> results.RunResult:
     if folder.writes:
         card = model_card(run.config, model, run.task, evaluations, run.environment["command"])
         save_final(folder.path, model, run.task, card)
+
     return _end(run, "success", evaluations, lost)
 
 
@@ -356,6 +361,7 @@ def _load_best_weights(run: Run) -> str:
     state = run.state
     if state.best_step is None or state.best_step == state.step:
         return ""
+
     try:
         checkpoints.load_weights(run.folder.path / f"checkpoint-{state.best_step}", run.parts.model)
     except CheckpointError as error:
@@ -365,6 +371,7 @@ def _load_best_weights(run: Run) -> str:
         state.best_value = None
         validate(run)
         return lost
+
     return ""
 
 
@@ -395,4 +402,5 @@ def _end(
     result = results.RunResult(status, run.folder.path, values, message)
     run.folder.end(result)
     run.trackers.end(values["results"][run.config.task], succeeded=status == "success")
+
     return result

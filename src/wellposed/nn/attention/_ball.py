@@ -137,6 +137,7 @@ class _BallAttention(HeadProjections):
                 f" max_temperature={max_temperature}; expected temperature < max_temperature: the"
                 " constant grows with 1 + 2 max_temperature"
             )
+
         self.max_temperature = float(max_temperature)
         self.unit_lipschitz = unit_lipschitz
         self._start = math.log(temperature) - math.log(max_temperature - temperature)

@@ -222,6 +222,7 @@ class L2SelfAttention(CheckedModule):
         value = key
         if not self.tied:
             value = split_heads(self.v_proj(x), self.num_heads)
+
         if cache is not None:
             if self.contractive is not None and self.max_tokens is None:
                 raise ConfigError(
@@ -232,6 +233,7 @@ class L2SelfAttention(CheckedModule):
             shares = value is key
             key, value = cache.update(key, value)
             value = key if shares else value
+
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
         if self.contractive is not None:
             division: Any = torch.compiler.disable(self._contraction)
@@ -242,6 +244,7 @@ class L2SelfAttention(CheckedModule):
             heads = (heads * factor).to(heads.dtype)
         elif self.tied:
             heads = heads @ self._mixing()
+
         if self.v_proj.bias is not None and self.tied:
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
         return self.o_proj(join_heads(heads))
@@ -252,6 +255,7 @@ class L2SelfAttention(CheckedModule):
         reason = self._form_refusal(self.dropout > 0 and self.training)
         if reason is not None or self.contractive is None:
             return reason
+
         weights = self._unit_weights(layers)
         for (num_tokens, mask), stored in (self._frozen_scales or {}).items():
             now = self._factor(weights, num_tokens, mask, cached=False)
@@ -262,6 +266,7 @@ class L2SelfAttention(CheckedModule):
                     " before"
                 )
         factor = self._factor(weights, self.max_tokens or 1, "any", cached=False)
+
         return weights.range_refusal(factor, self.q_proj.bias)
 
     def lipschitz_bound(
@@ -304,6 +309,7 @@ class L2SelfAttention(CheckedModule):
                     " with max_tokens"
                 )
             return self.o_proj.weight.new_tensor(float(self.contractive), dtype=torch.float64)
+
         l2_bound.check_covered(num_tokens, self.max_tokens)
         bounds: list[Tensor] = []
         for kind in MASK_KINDS if mask == "any" else (mask,):
@@ -312,6 +318,7 @@ class L2SelfAttention(CheckedModule):
             bound = exact.unit_bound(l2_constants(num_tokens, mask=kind), norm=norm).value.double()
             bounds.append(self.contractive * bound / torch.where(divisor > 0, divisor, 1.0))
         bound = torch.stack(bounds).amax()
+
         return bound.clamp_max(self.contractive) if norm == self.norm else bound
 
     def bound_layers(self, method: SpectralMethod = "svd") -> tuple[L2Layer, L2Layer]:
@@ -418,9 +425,11 @@ class L2SelfAttention(CheckedModule):
         diagonal = None
         if isinstance(padding, masks.AttentionMask) and padding.mask is not None:
             diagonal = padding.mask.diagonal(keys - queries, -2, -1)
+
         counts: Tensor | int = keys
         if self.max_tokens is None or keys > self.max_tokens:
             counts = masks.most_visible(padding, keys)
+
         counts = torch.as_tensor(counts).reshape(-1).clamp_min(1)
         weights = self._unit_weights(None if self._is_recorded() else self._frozen_layers)
         if diagonal is not None and not bool(diagonal.all()):
@@ -429,9 +438,11 @@ class L2SelfAttention(CheckedModule):
                 "; received a mask with False on its diagonal; make masks with"
                 " wellposed.nn.attention_mask",
             )
+
         if self.max_tokens:
             l2_bound.check_covered(int(counts.max()), self.max_tokens)
             counts = counts.new_tensor([self.max_tokens])
+
         numbers, index = counts.unique(return_inverse=True)
         factors = [self._factor(weights, number, mask) for number in numbers.tolist()]
         return weights.read, weights.mixing, torch.stack(factors)[index]

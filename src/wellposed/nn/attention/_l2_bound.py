@@ -177,6 +177,7 @@ class UnitWeights:
             f" {float(self.output.abs().max()):.3g}": leaves and heard.any(),
         }
         refusal = "; ".join(reason for reason, applies in reasons.items() if applies)
+
         return f"{refusal}; rescale the weights, or use a wider dtype" if refusal else None
 
 
@@ -197,6 +198,7 @@ def divisor(
     sharp = layer.unit_bound(l2_constants(num_tokens, mask=mask), norm=norm).value
     if bound == "sharp":
         return sharp
+
     parts = [_unit(weight) for weight in weights]
     (query, query_unit), (output, output_unit), (value, value_unit) = parts
     heads = len(layer.projection)
@@ -206,6 +208,7 @@ def divisor(
     paper = kim2021_bound(reads, values, output.mT, **keywords)
     exponent = 2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit)
     paper = paper * torch.exp2((exponent - layer.exponent).double()).squeeze()
+
     return torch.maximum(sharp, paper.to(sharp.dtype))
 
 

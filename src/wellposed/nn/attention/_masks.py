@@ -82,6 +82,7 @@ def attention_mask(
             " as many queries as keys; pass a cache that returns the earlier keys and the new ones"
             " together"
         )
+
     kind: MaskKind = "causal" if is_causal else "full"
     if key_padding_mask is None:
         if not is_causal or num_queries == 1:
@@ -89,12 +90,14 @@ def attention_mask(
         if num_queries == num_keys:
             return AttentionMask(None, True, kind)
         return AttentionMask(_causal(num_queries, num_keys, device)[None, None], False, kind)
+
     check_padding_shape("attention", key_padding_mask, (*key_padding_mask.shape[:1], num_keys))
     real = ~key_padding_mask.to(device)
     queries = real[:, num_keys - num_queries :]
     allowed = queries[:, None, :, None] & real[:, None, None, :]
     if is_causal and num_queries > 1:
         allowed = allowed & _causal(num_queries, num_keys, device)
+
     keys = torch.arange(num_keys, device=device)
     itself = keys[num_keys - num_queries :, None] == keys
     return AttentionMask(allowed | itself, False, kind)

@@ -105,6 +105,7 @@ class InvertibleResidual(CheckedModule):
         contractive = getattr(self.f, "contractive", None)
         if contractive is not None:
             return self._checked(float(contractive), "contractive=")
+
         lipschitz_bound = getattr(self.f, "lipschitz_bound", None)
         if lipschitz_bound is None:
             raise NotContractiveError(
@@ -112,12 +113,14 @@ class InvertibleResidual(CheckedModule):
                 " expected f.contractive, f.lipschitz_bound(num_tokens) or lipschitz=; find a"
                 " bound with wellposed.certify and pass it"
             )
+
         try:
             bound = float(lipschitz_bound(num_tokens).detach())
         except NotLipschitzError as error:
             raise NotContractiveError(
                 f"InvertibleResidual: no bound below 1 exists: {error}"
             ) from error
+
         return self._checked(bound, f"the bound for {num_tokens} tokens is")
 
     def _checked(self, bound: float, source: str) -> float:
@@ -266,6 +269,7 @@ def _vectors(x: Tensor, probes: int | None, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(2, (probes, *x.shape), generator=generator, device="cpu")
         return (2 * signs - 1).to(x)
+
     size = math.prod(x.shape[1:])
     # In float64, with two copies.
     gib = 24 * len(x) * size**2 / 2**30
@@ -275,6 +279,7 @@ def _vectors(x: Tensor, probes: int | None, seed: int) -> Tensor:
             " expected at most 2; use method='series' with probes=, or smaller batches"
         )
     unit = torch.eye(size, dtype=x.dtype, device=x.device)
+
     return unit.reshape(size, 1, *x.shape[1:]).expand(size, *x.shape)
 
 
@@ -385,6 +390,7 @@ class ReversibleSequential(CheckedModule):
                 f" and there must be a block; received {len(blocks)} blocks, without"
                 f" inverse:\n{listed(lacking)}\nwrap a contractive map in InvertibleResidual"
             )
+
         self.blocks = nn.ModuleList(blocks)
         self.drift = drift
         self.tol = tol
@@ -407,6 +413,7 @@ class ReversibleSequential(CheckedModule):
         if torch.compiler.is_compiling() or is_transformed():
             # A graph or transform cannot contain an iteration of unknown length.
             return self.run(x, options)
+
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         records = torch.is_grad_enabled()
         return cast(Tensor, _Rebuild.apply(self, options, records, x, *parameters))
@@ -437,6 +444,7 @@ class ReversibleSequential(CheckedModule):
                 x = image
                 rerun.after_forward()
                 reruns.append(rerun)
+
         if not all(map(torch.equal, draws, _generator_states(x))):
             raise ConfigError(
                 "ReversibleSequential: a block draws random numbers in its forward, so backward"
@@ -460,6 +468,7 @@ class ReversibleSequential(CheckedModule):
             y, report = self._invert(block, y, options, tol=tol)
             error = error_in_x(error, report.contraction, block, y) + report.error_bound
             reports.append(report)
+
         is_one_norm = len({report.norm for report in reports}) == 1
         return y, Inversion(
             iterations=sum(report.iterations for report in reports),
@@ -488,6 +497,7 @@ class ReversibleSequential(CheckedModule):
                 drawn = int(torch.randint(2**32, (), generator=generator, device="cpu"))
                 parts.append(cast(Any, block).log_abs_det(x, seed=drawn, **options))
                 x = block(x, **passed)
+
         values, rests, errors = zip(*parts, strict=True)
         error = torch.linalg.vector_norm(torch.stack(errors), dim=0)
         return LogDeterminant(torch.stack(values).sum(0), math.fsum(rests), error)
@@ -558,9 +568,11 @@ class _Rebuild(torch.autograd.Function):
         reruns: list[Rerun] = ctx.reruns
         for rerun in reruns:
             rerun.check()
+
         if torch.is_grad_enabled():
             run = partial(_run_again, stack, options=ctx.options, reruns=reruns)
             return None, None, None, *with_graph(run, [x], grads[0], *ctx.parameters)
+
         grad = grads[0]
         totals = dict[int, Tensor]()
         with torch.autocast(x.device.type, enabled=False):
@@ -579,6 +591,7 @@ class _Rebuild(torch.autograd.Function):
                         # A weight that several blocks share occurs several times.
                         total = totals.get(id(parameter))
                         totals[id(parameter)] = gradient if total is None else total + gradient
+
         error = sample_norms(y.detach() - x, 2)
         size = sample_norms(x, 2)
         sizes = size.clamp_min(torch.finfo(x.dtype).tiny)
@@ -589,6 +602,7 @@ class _Rebuild(torch.autograd.Function):
                 f" more than drift={stack.drift:g}, so gradients of the first blocks would be wrong;"
                 " use a smaller contraction, fewer blocks, float64, or a larger drift"
             )
+
         return (
             None,
             None,

@@ -96,6 +96,7 @@ def solve(
             f"{where}: {int(bad.sum())} of {y.numel()} values of y are NaN or infinite; expected finite"
             " numbers"
         )
+
     # Relative to y and x: stop below `enough`, or below `stalled` if the residual no longer halves.
     if tol is not None:
         enough = stalled = tol * (1 - c)
@@ -107,6 +108,7 @@ def solve(
         fine = unit if torch.is_autocast_enabled(y.device.type) else torch.finfo(y.dtype).eps
         enough = _UNITS_ENOUGH * fine
         stalled = (first + slope * math.sqrt(width)) * unit
+
     mixer = _Anderson(y, c)
     x = y
     scale = sample_norms(y, norm)
@@ -128,6 +130,7 @@ def solve(
             return image, Inversion(iteration, residual, math.inf, c, norm)
         best = torch.minimum(best, sizes)
         x = mixer.next(image, difference, sizes)
+
     raise ConvergenceError(
         f"{where}: after max_iter={max_iter} evaluations of f the error may be"
         f" {c / (1 - c) * residual:.3g} (norm {norm!r}, c = {c:.4g}); expected at most"
@@ -170,6 +173,7 @@ class _Anderson:
         if self.last is None:
             self.last = (flat_image, flat, sizes)
             return image
+
         previous_image, previous, previous_sizes = self.last
         slot = self.count % _WINDOW
         self.differences[:, slot] = flat - previous
@@ -180,6 +184,7 @@ class _Anderson:
         better = torch.where((sizes <= previous_sizes)[:, None], flat_image, previous_image)
         chosen = torch.where(failed | ~mixed.isfinite().all(-1, keepdim=True), better, mixed)
         self.last = (flat_image, flat, sizes)
+
         return chosen.reshape(image.shape)
 
     def _weights(self, difference: Tensor) -> Tensor:
@@ -314,6 +319,7 @@ def with_error_bound(
     reason = logits.refusal
     if bound == math.inf and error < math.inf:
         reason = f"the slope {c} is 1 to rounding"
+
     worst = _largest(residual)
     return replace(
         report, residual=worst, error_bound=bound, measured_in=measured_in, reason=reason

@@ -96,6 +96,7 @@ class TransJectBlock(ResetByParts):
         if gates is not None:
             experts = self.attention.num_experts
             check_gates("TransJectBlock", gates, x, experts, each_token=is_causal)
+
         # A wrapped or hooked residual is called. The bound `__call__` is passed, since hooks would
         # try to move a module.
         plain = is_plain(self.residual, InjectiveResidual)
@@ -108,6 +109,7 @@ class TransJectBlock(ResetByParts):
         writes = writes_to(x)
         branch = self.feedforward(x)
         check_unwritten(self, "feedforward", x, writes)
+
         return self.residual(x, branch), used
 
     def _parts(self) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
@@ -156,6 +158,7 @@ class TransJectBlock(ResetByParts):
                 f" bound is known:\n{listed(wrapped)}\nmerge the adapters into the weights"
                 " before inverting"
             )
+
         absent = [name for name, parameter in self.named_parameters() if parameter.is_meta]
         if absent:
             raise ConfigError(

@@ -234,6 +234,7 @@ def check_padding(
             " they have no spectrum and no gate; expected at least one real token in each; drop"
             " these samples"
         )
+
     return key_padding_mask[:, -tokens:]
 
 
@@ -367,6 +368,7 @@ class ExpertMixture(ResetByParts):
             check_gates("ExpertMixture", gates, x, self.num_experts)
         elif self.num_experts == 1:
             gates = x.new_ones(*x.shape[: 2 if is_causal else 1], 1)
+
         outputs = self.expert_outputs(x, sigma)
         if gates is None:
             real_tokens = SeenTokens(key_padding_mask, is_causal, cache)
@@ -379,6 +381,7 @@ class ExpertMixture(ResetByParts):
                 )
                 pools.append(real_tokens.max((self.layer_index, index), joined))
             gates = self.gates_from_pools(torch.stack(pools), x, real_tokens)
+
         weights = gates.to(outputs[0].dtype)
         weights = weights if weights.dim() == 3 else weights.unsqueeze(1)
         branch = outputs[0] * weights[..., :1]

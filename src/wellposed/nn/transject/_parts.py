@@ -253,6 +253,7 @@ class InjectiveEmbedding(ResetByParts):
                 f"InjectiveEmbedding: positions is {positions.dtype} {tuple(positions.shape)};"
                 f" expected torch.int64 or torch.int32 {shapes[0]} or {shapes[1]}"
             )
+
         # Wrapped or hooked sines are called, and are limited to their table.
         counted = torch.arange(length, device=input_ids.device) if positions is None else positions
         if self.position_kind == "learned" or not is_plain(self.position, SinusoidalPositions):
@@ -261,4 +262,5 @@ class InjectiveEmbedding(ResetByParts):
             return self.position(counted)
         if positions is None and length <= self.max_positions:
             return cast(Tensor, self.position.table)[:length]
+
         return sines_and_cosines(counted, self.embed_dim // 2)

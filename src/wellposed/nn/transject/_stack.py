@@ -163,6 +163,7 @@ class TransJectStack(ResetByParts):
                     "TransJectStack: recomputed layers (gradient checkpointing) would fill the"
                     " cache twice; use torch.no_grad() or eval()"
                 )
+
         if gates is not None:
             self._check_count(gates, "TransJectStack")
         padding = check_padding(key_padding_mask, x, cache)
@@ -179,6 +180,7 @@ class TransJectStack(ResetByParts):
             used_gates.append(used)
             if output_hidden_states:
                 hidden.append(x)
+
         if cache is not None:
             cache.num_tokens += x.shape[1]
         states = tuple(hidden) if output_hidden_states else None
