@@ -321,10 +321,8 @@ def test_a_model_of_nobodys_names_needs_a_batch():
     assert [view.spans for view in part.by_head("query")] == [((8, 16),), ((32, 40),)]
     assert part.path == ""
     assert roles.unnamed == ("lost.weight (16, 16)",)
-    assert [label_of(w.view, "") for w in roles.weights() if w.role.startswith("feed")] == [
-        "c",
-        "d",
-    ]
+    ends = [w.view for w in roles.weights() if w.role.startswith("feed")]
+    assert [label_of(view, "") for view in ends] == ["c", "d"]
 
 
 def test_a_batch_that_cannot_be_run_is_an_error_that_says_so():
