@@ -83,6 +83,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
         for gathered in wholes.values():
             gathered.parameter = nn.Parameter(gathered.parameter.new_empty(0))
         order += matrices
+    # (3 matrices,) -> (matrices, 3): code, size, drift
     rows: list[list[float]] = torch.cat(numbers).view(-1, 3).tolist() if numbers else []
     for matrix, (code, size, drift) in zip(order, rows, strict=True):
         if code >= 0.0:

@@ -153,6 +153,7 @@ def _exact_shift(query: Tensor, key: Tensor, unseen: Tensor | None) -> Tensor:
     # Then `x - shift` has no rounding error (Sterbenz): it matters for gradients stored in half.
     low, high = _range(key, unseen)
     if query.shape[-2]:
+        # (batch, heads, T, d) -> (batch, key heads, heads / key heads T, d)
         together = query.reshape(*key.shape[:-2], -1, key.shape[-1])
         # Equal lengths are self-attention: a padded query is then a padded token.
         ends = _range(together, unseen if together.shape[-2] == key.shape[-2] else None)
@@ -300,12 +301,14 @@ def l2_attention(
 def _four_dimensional(tokens: Tensor, lead: torch.Size) -> Tensor:
     if len(lead) == 2:
         return tokens
+    # (..., T, d) -> (batch, 1, T, d)
     return tokens.reshape(lead.numel(), 1, *tokens.shape[-2:])
 
 
 def _align_mask(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
     if mask is None or mask.dim() <= 2 or len(lead) == 2:
         return mask
+    # (..., T, keys) -> (batch, 1, T, keys)
     return mask.expand(*lead, *mask.shape[-2:]).reshape(lead.numel(), 1, *mask.shape[-2:])
 
 

@@ -90,5 +90,6 @@ def check_spectrum(where: str, x: Tensor, sigma: Tensor, *, each_token: bool = T
 def _project(x: Tensor, weight: Tensor) -> Tensor:
     if weight.dim() == 2:
         return x @ weight
+    # (..., T, in) and (H, in, d) -> (H, rows, in) and (H, ..., T, d)
     flat = x.reshape(1, -1, x.shape[-1]).expand(len(weight), -1, -1)
     return torch.bmm(flat, weight).view(len(weight), *x.shape)

@@ -191,6 +191,7 @@ class L2Layer:
         if (form, guess) not in self._stacked:
             scales = self.scalings[form][:, None, None]
             paths = (self.paths * scales).flatten(0, 1)
+            # (heads, in, d) -> (in, heads d)
             projections = (self.projection / scales).movedim(0, 1).flatten(1)
             size = _power_guess if guess else partial(certified_spectral_norm, method=self.method)
             error = (self.scalings[form] * self.write_error).sum()

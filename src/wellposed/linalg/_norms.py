@@ -180,6 +180,7 @@ def _cholesky_norm(weight: Tensor) -> Tensor:
     matrix = wide_enough(weight.detach(), dtype=torch.float64)
     if matrix.numel() == 0 or min(matrix.shape[-2:]) < _CHOLESKY_FROM:
         return _svd_norm(weight.detach())
+    # (..., m, n) -> (batch, m, n)
     flat = matrix.reshape(-1, *matrix.shape[-2:])
     grams, outers = scaled_gram(flat, by_panels=True)
     # The factor proves a bound for any guess; the guess is deterministic so that the bound is too.

@@ -130,6 +130,7 @@ def proved_lengths(
         ]
         rows = [far, at, [max(index - 1, 0) for index in at]] if any(far) else [at]
         wanted = [rungs[index] ** 2 for row in rows for index in row]
+        # (rungs matrices,) -> (rungs, matrices)
         is_shown = is_within(grams, wanted, is_ahead=True).view(len(rows), -1)
         for row in range(1, len(rows)):
             depth = torch.where(is_shown[row], row, depth)

@@ -151,6 +151,7 @@ def _divided(source: Tensor, all_spans: Sequence[Spans]) -> dict[Spans, Tensor]:
         count = len(blocks)
         turns = [range(source.shape[-2])[start::count] for start in range(count)]
         if blocks == turns and source.shape[-2] % count == 0:
+            # (..., turns count, in) -> count of (..., turns, in)
             parts = source.unflatten(-2, (-1, count)).unbind(-2)
 
     return dict(zip(all_spans, parts, strict=False))

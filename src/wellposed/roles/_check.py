@@ -136,6 +136,7 @@ def _mark(marks: Tensor, groups: Sequence[Sequence[int]], first: int) -> None:
 
 def _with_some_moved(values: Tensor, moves: Moves, *, odd: bool) -> Tensor:
     """Return values with those moved whose hash of place and code is odd, or even."""
+    # (..., features, ...) -> (..., features)
     by_feature = values.movedim(moves.axis, -1)
     places = by_feature.shape[:-1]
     codes = moves.codes

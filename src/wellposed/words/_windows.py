@@ -103,6 +103,7 @@ class WindowReader:
         """Return the windows of a text, each as a text."""
         size = self.tokens * self.words
         blank = self.model.config.pad_token_id
+        # (tokens,) -> (windows, size)
         return torch.nn.functional.pad(ids, (0, -len(ids) % size), value=blank).view(-1, size)
 
     def _leads(self, windows: Tensor, target: int, label: int) -> Tensor:
@@ -134,6 +135,7 @@ class WindowReader:
         ahead[(windows != self._windows(original)).any(1)] = torch.inf
 
         for index in ahead.topk(min(_TRIES, len(ahead)), largest=False).indices.tolist():
+            # (size,) -> (words, tokens of a word)
             words = windows[index].view(-1, self.tokens)
             ids_of_words = words[:, self.tokens - self.model.config.word_tokens :]
             filled = (ids_of_words != self.model.config.pad_token_id).any(1).nonzero()[:, 0]

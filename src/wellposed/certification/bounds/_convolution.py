@@ -55,6 +55,7 @@ def _by_phases(kernel: Tensor, stride: tuple[int, ...]) -> Tensor:
         taps = kernel.shape[axis]
         padding = [0, 0] * (kernel.ndim - axis - 1) + [0, -taps % step]
         kernel = F.pad(kernel, padding).movedim(axis, -1)
+        # (out, in, ..., taps) -> (out, in step, ..., taps / step)
         kernel = kernel.unflatten(-1, (-1, step)).movedim(-1, 2).flatten(1, 2).movedim(-1, axis)
     return kernel
 
@@ -62,6 +63,7 @@ def _by_phases(kernel: Tensor, stride: tuple[int, ...]) -> Tensor:
 def _norm(kernel: Tensor) -> float:
     taps = kernel.shape[2:]
     rows, columns = kernel.shape[:2]
+    # (out, in, taps...) -> (taps, out, in)
     matrices = kernel.flatten(2).movedim(-1, 0)
     by_taps = float(certified_spectral_norm(matrices).sum())
     if math.prod(taps) == 1:
@@ -91,6 +93,7 @@ def _on_grid(matrices: Tensor, taps: torch.Size, sizes: list[int]) -> float:
             whole_turns = points[:, axis, None] * positions[None, :, axis] % size
             turns = turns + whole_turns.double() / size
         angles = 2 * math.pi * turns
+        # f: frequencies, k: taps, i: out, j: in
         real = torch.einsum("fk,kij->fij", angles.cos(), matrices)
         imaginary = torch.einsum("fk,kij->fij", angles.sin(), matrices)
         upper = torch.cat((real, -imaginary), dim=-1)

@@ -67,6 +67,7 @@ class AttentionWeights:
             return values.detach().double()
 
         inward = (query, key, value)
+        # (heads head_dim, in) -> (heads, in, head_dim); biases (heads, head_dim)
         q, k, v = (p.weight.detach().double().unflatten(0, (-1, head_dim)).mT for p in inward)
         bq, bk, bv = (bias(part).unflatten(0, (-1, head_dim)) for part in inward)
         out = output.weight.detach().double().mT.unflatten(0, (-1, head_dim))

@@ -63,6 +63,7 @@ class CosineWeights:
         parts = (mass * self.value, tau * self.query, mass * tau * self.key)
         reads = torch.cat([part.detach().double() for part in parts], dim=-1)
         writes = self.outputs.maps * self.scale[:, None, None]
+        # (heads, in, d) -> (in, heads d), and (heads, d, out) -> (heads d, out)
         sides = (reads.movedim(0, 1).flatten(1), writes.flatten(0, 1))
         sizes = [certified_spectral_norm(side, method="cholesky") for side in sides]
         return Bound(sizes[0] * sizes[1] * (1 + 1e-12), "heads together, 2 (B6)")

@@ -54,6 +54,7 @@ def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
 
 def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
     """Bound the 2-norm of outputs if each head averages ``x_j V_h + b_h`` with ``|x_j| <= R``."""
+    # h: heads, d: of a head, e: of a token
     constant = torch.einsum("hd,hde->e", weights.value_bias, weights.output) + weights.output_bias
     spread = float(weights.join(weights.output.new_ones(len(weights.output)), "").value)
     return times(spread, radius) + float(constant.norm())
@@ -104,6 +105,7 @@ def _terms(weights: AttentionWeights, radius: float, *, rotary: bool) -> _Terms:
         )
         spreads = query_size * key_size / root * (1 + 1e-12)
         return _Terms(query, key, spreads, query_size, key_size, None)
+    # h: heads, D: of a token, d: of a head
     shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1)
     square = radius * radius / root
     joint = weights.query_term

@@ -246,6 +246,7 @@ class L2SelfAttention(CheckedModule):
             heads = heads @ self._mixing()
 
         if self.v_proj.bias is not None and self.tied:
+            # (heads d,) -> (heads, 1, d), beside (batch, heads, T, d)
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
         return self.o_proj(join_heads(heads))
 
@@ -341,6 +342,7 @@ class L2SelfAttention(CheckedModule):
         if layers is None and self.contractive is not None:
             layers = self.bound_layers("gram")
         l2_bound.refuse_unbounded(self.certificate_refusal(layers))
+        # (heads d,) -> (heads, 1, d)
         heads = _bias(self.q_proj).unflatten(0, (self.num_heads, 1, -1))
         if self.contractive is None:
             heads = heads @ self._mixing(torch.float64)

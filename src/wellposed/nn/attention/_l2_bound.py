@@ -119,6 +119,7 @@ class UnitWeights:
         num_heads: int,
         by_call: L2Layer | None = None,
     ) -> None:
+        # (heads d, in) -> (heads, in, d); the output (out, heads d) -> (heads, d, out)
         self.projection, self.read = _unit(query.unflatten(0, (num_heads, -1)).mT)
         self.output = output.mT.unflatten(0, (num_heads, -1))
         values, unit = _unit(value.unflatten(0, (num_heads, -1)).mT)

@@ -52,6 +52,7 @@ class NGPTAttention(SelfAttention):
 
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         first = key.shape[-2] - query.shape[-2]
+        # (heads d,) -> (heads, 1, d), beside (batch, heads, T, d)
         scale = self.qk_scale.factors().unflatten(0, (self.num_heads, 1, self.head_dim))
         query = rotate_by_position(unit_vectors(query) * scale, first)
         key = rotate_by_position(unit_vectors(key) * scale)

@@ -168,6 +168,7 @@ class _Anderson:
 
     def next(self, image: Tensor, difference: Tensor, sizes: Tensor) -> Tensor:
         """Return the next iterate from `image = y - f(x)`, `difference = image - x`, its norms."""
+        # (batch, ...) -> (batch, entries)
         flat_image = image.reshape(self.batch, -1)
         flat = difference.reshape(self.batch, -1)
         if self.last is None:

@@ -407,6 +407,7 @@ class ExpertMixture(ResetByParts):
     def gates_from_pools(self, pools: Tensor, x: Tensor, real_tokens: SeenTokens) -> Tensor:
         """Return lambda for the maxima of `x + r F_e(x)`, (experts, batch, [tokens,] d)."""
         # Padding before the first real token has an empty pool; its image does not matter.
+        # (experts, batch, [tokens,] 1) -> (batch, [tokens,] experts)
         logits = self.gate(pools.masked_fill(pools == -torch.inf, 0.0)).squeeze(-1).movedim(0, -1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.gating == "normalized":
