@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,25 @@ def compare_runs(runs: FoundRuns) -> Comparison:
     return Comparison(tasks, runs.excluded, tuple(name for name in groups if name not in judged))
 
 
+@dataclass(frozen=True)
+class _LearnedTest:
+    """What decides whether a model has learned: a metric beats a value by a margin."""
+
+    metric: str
+    value: float | None
+    """Of the best predictor that ignores its input; None if there is none."""
+    margin: float
+    rises: bool
+    """Whether a higher value of the metric is better."""
+
+    def decide(self, metrics: Mapping[str, Summary]) -> bool | None:
+        """Return whether the mean beats the value by the margin; None without a value or a seed."""
+        if self.value is None or self.metric not in metrics:
+            return None
+        gain = metrics[self.metric].mean - self.value
+        return (gain if self.rises else -gain) > self.margin
+
+
 def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
     runs = [run for run in group_runs if run.failure is None]
     headline = runs[0].headline
@@ -245,66 +264,96 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
 
     scores = runs[0].values
     metric = next(m for m in (f"{headline},test", f"{headline},valid", *scores) if m in scores)
-    higher = bool(directions.get(headline, True))
     reference, judged, expected = _reference(runs[0])
-    judging = f"{judged},valid" if f"{judged},valid" in scores else metric
-    rises = bool(directions.get(judged, True))
-    margin = 0.0
-    of_train = (runs[0].result.get("train_reference") or {}).get(f"{judged},test")
-    if expected is not None and of_train is not None and f"{judged},test" in scores:
-        # Valid chooses the weights, so even a model that learned nothing looks better there.
-        judging = f"{judged},test"
-        expected = (max if rises else min)(expected, of_train)
-
-    if expected is not None:
-        counts = (runs[0].result.get("n-samples") or {}).get(name) or {}
-        examples = counts.get(judging.partition(",")[2])
-        margin = statistics.learning_margin(expected, examples, share=rises)
+    has_learned = _learned_test(runs[0], name, judged, expected, otherwise=metric)
 
     groups = _by_label(group_runs, lambda run: run.variant, _variant_settings)
-    finished = [
-        tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
-        for group in groups.values()
-    ]
     tests: dict[str, list[statistics.PairedComparison | None]] = {}
     for column in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
         kind = column.partition(",")[0].partition("@")[0]
         better = bool(directions.get(kind, True))
         tests[column] = _comparisons(groups, column, needed=column == metric, higher=better)
 
-    results = []
-    notes = []
+    finished = [_finished(group) for group in groups.values()]
     first_group = next(iter(groups.values()))
+    results: list[VariantResult] = []
     for index, (label, group) in enumerate(groups.items()):
         metrics = _summaries(finished[index])
-        learned = None
-        if expected is not None and judging in metrics:
-            gain = metrics[judging].mean - expected
-            learned = (gain if rises else -gain) > margin
-        seeds = tuple(run.seed for run in finished[index])
-        failed = tuple(sorted(run.seed for run in group if run.failure is not None))
-        compared = {name: test for name, column in tests.items() if (test := column[index])}
+        learned = has_learned.decide(metrics)
         why = placebo(finished[index], finished[0][0]) if index and finished[0] else ""
         if learned is False and results and results[0].learned is False:
             why = f"neither {results[0].variant} nor {label} learned"
+
+        compared = {name: test for name, column in tests.items() if (test := column[index])}
         if why:
             compared = {
                 k: replace(test, obstacle=test.obstacle or why) for k, test in compared.items()
             }
-        test = compared.get(metric)
-        if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
-            note = f"is tested on the {test.pairs} seeds it shares with the first variant"
-            notes.append(f"{label} {note}")
         unlike = optimizer_differences(group[0], first_group[0]) if index else []
         results.append(
             VariantResult(
-                label, seeds, metrics, learned, test, failed, compared, unlike=tuple(unlike)
+                variant=label,
+                seeds=tuple(run.seed for run in finished[index]),
+                metrics=metrics,
+                learned=learned,
+                comparison=compared.get(metric),
+                failed=tuple(sorted(run.seed for run in group if run.failure is not None)),
+                comparisons=compared,
+                unlike=tuple(unlike),
             )
         )
 
-    learning: Any = {"reference_metric": judging, "reference_value": expected, "margin": margin}
-    parts: Any = {"variants": tuple(results), "runs": tuple(finished), "notes": tuple(notes)}
-    return TaskComparison(name, metric, higher, reference, **learning, **parts)
+    return TaskComparison(
+        name,
+        metric,
+        bool(directions.get(headline, True)),
+        reference,
+        reference_metric=has_learned.metric,
+        reference_value=has_learned.value,
+        margin=has_learned.margin,
+        variants=tuple(results),
+        runs=tuple(finished),
+        notes=tuple(_notes(results)),
+    )
+
+
+def _learned_test(
+    run: Run, task: str, judged: str, expected: float | None, *, otherwise: str
+) -> _LearnedTest:
+    """Return what decides whether a model of this task has learned: ``judged`` on valid, or on test
+    if the answer of train is known there, else the metric ``otherwise``."""
+    scores = run.values
+    rises = bool(run.result["higher_is_better"].get(judged, True))
+    metric = f"{judged},valid" if f"{judged},valid" in scores else otherwise
+    if expected is None:
+        return _LearnedTest(metric, None, 0.0, rises)
+
+    of_train = (run.result.get("train_reference") or {}).get(f"{judged},test")
+    if of_train is not None and f"{judged},test" in scores:
+        # Valid chooses the weights, so even a model that learned nothing looks better there.
+        metric = f"{judged},test"
+        expected = (max if rises else min)(expected, of_train)
+
+    counts = (run.result.get("n-samples") or {}).get(task) or {}
+    examples = counts.get(metric.partition(",")[2])
+    margin = statistics.learning_margin(expected, examples, share=rises)
+    return _LearnedTest(metric, expected, margin, rises)
+
+
+def _finished(group: Sequence[Run]) -> tuple[Run, ...]:
+    """Return the runs that did not fail, by seed."""
+    finished = (run for run in group if run.failure is None)
+    return tuple(sorted(finished, key=lambda run: run.seed))
+
+
+def _notes(results: Sequence[VariantResult]) -> Iterator[str]:
+    """Yield a line for each variant that is tested on fewer seeds than were trained."""
+    for result in results:
+        test = result.comparison
+        most = max(len(results[0].seeds), len(result.seeds))
+        if test and not test.obstacle and test.pairs < most:
+            note = f"is tested on the {test.pairs} seeds it shares with the first variant"
+            yield f"{result.variant} {note}"
 
 
 def _reference(run: Run) -> tuple[dict[str, float], str, float | None]:
