@@ -63,17 +63,21 @@ class _Part:
         self.scalars = {n: v for n, v in vars(module).items() if isinstance(v, _SCALARS)}
 
     def is_changed(self) -> bool:
+        return self._has_other_buffers() or (
+            plain_tensors(self.module).keys() != self.tensors.keys()
+        )
+
+    def _has_other_buffers(self) -> bool:
         table = self.module._buffers
         is_same = [*table.keys()] == [*self.buffers]
-        is_same = is_same and all(table[name] is value for name, value in self.buffers.items())
-        return not is_same or plain_tensors(self.module).keys() != self.tensors.keys()
+        return not (is_same and all(table[name] is value for name, value in self.buffers.items()))
 
     def restore(self) -> None:
         module = self.module
         table = module._buffers
         new_tensors = plain_tensors(module).keys() - self.tensors.keys()
         is_new = bool(new_tensors or table.keys() - self.buffers.keys())
-        if self.is_changed():
+        if self._has_other_buffers():
             table.clear()
             table.update(self.buffers)
         if module._non_persistent_buffers_set != self.not_saved:

@@ -3,6 +3,7 @@
 The reference calls each layer on the unit vectors, in float64.
 """
 
+import functools
 import logging
 import warnings
 
@@ -38,6 +39,38 @@ class Times(nn.Module):
 
     def forward(self, x):
         return 7 * self.linear(x)
+
+
+class TimesGiven(nn.Module):
+    """A wrapper that needs a second argument, which a hook gives."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.register_forward_pre_hook(lambda _module, inputs: (*inputs, 7.0))
+
+    def forward(self, x, factor):
+        return factor * self.linear(x)
+
+
+def with_seven(forward):
+    @functools.wraps(forward)
+    def call(self, x):
+        return forward(self, x, 7.0)
+
+    return call
+
+
+class TimesSeven(nn.Module):
+    """A wrapper whose decorator gives the second argument."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    @with_seven
+    def forward(self, x, factor):
+        return factor * self.linear(x)
 
 
 class Own(nn.Module):
@@ -154,6 +187,8 @@ COMPUTED = {
     "hook of each unit": hooked(lambda y: y * torch.linspace(0.5, 2.0, y.shape[-1])),
     "pre-hook": pre_hooked(lambda inputs: (10 * inputs[0],)),
     "wrapper": Times,
+    "wrapper with an argument of a hook": TimesGiven,
+    "wrapper with an argument of a decorator": TimesSeven,
     "adapter": started,
     "adapter at its start": unstarted,
     "adapter around a hook": lambda linear: started(hooked(lambda y: 2 * y)(linear)),

@@ -65,7 +65,7 @@ def replaced_method(module: nn.Module) -> str | None:
     """
     kind = type(module)
     for name, value in vars(module).items():
-        if is_of_fsdp(value):
+        if not hasattr(kind, name) or is_of_fsdp(value):
             continue
         original = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         if callable(original) or isinstance(original, (property, staticmethod, classmethod)):

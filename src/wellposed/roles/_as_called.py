@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
@@ -136,6 +137,8 @@ def deviation(model: nn.Module, view: WeightView, owners: Collection[int]) -> De
             break
         if BASE in around._modules or unwrapped(around) is not around:
             continue
+        if not _takes_one_argument(around):
+            break
         with stand_ins(around):
             answer = _answer(around, view) if _can_be_called(view, around) else None
         if answer not in ("product", "linear"):
@@ -152,10 +155,12 @@ def layer_deviation(view: WeightView) -> Deviation | None:
 
     A layer that is called as its class says is not run, if that class is of torch.
     """
+    if not _is_matrix(view):
+        return None
     layer = view.owner
-    why = unusual_call(view.owner)
+    why = unusual_call(layer)
     written: Any = getattr(type(layer).forward, "__globals__", {}).get("__name__", "")
-    if (why is None and written in _AS_WRITTEN) or not _is_matrix(view):
+    if why is None and written in _AS_WRITTEN:
         return None
 
     stores_more = len([*layer.parameters(), *layer.buffers()]) > 1 + (
@@ -182,6 +187,19 @@ def _can_be_called(view: WeightView, *layers: nn.Module) -> bool:
     if any(map(_is_out_of_reach, (view.owner, *layers))):
         return False
     return not is_traceable_wrapper_subclass(view.parameter)
+
+
+def _takes_one_argument(layer: nn.Module) -> bool:
+    """Return False if the signature of a layer shows that it cannot run on inputs alone."""
+    if layer._forward_pre_hooks:
+        return True  # they may add arguments
+    try:
+        inspect.signature(layer.forward, follow_wrapped=False).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin
+        return True
+    return True
 
 
 def _is_matrix(view: WeightView) -> bool:

@@ -331,6 +331,8 @@ def first_of(*readers: Reader[Role]) -> Reader[Role]:
 def _linear_views(located: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
     """Return the views of these named children; nothing unless all are linear layers."""
     layers: dict[str, tuple[str, nn.Module]] = {}
+    if not located.module._modules:
+        return {}  # most modules: without parts, they are asked by every family
     for role, name in names.items():
         path = _path_of_linear(located, name)
         layer = located.child(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
     Cost: memory of the whole weights, in the dtype in which FSDP2 gathers them.
     """
-    if stand_in_problem(model):
+    if not _is_cut(model) or stand_in_problem(model):
         yield
         return
     with undoing() as undo:
@@ -67,6 +68,17 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
             _take_hooks_off(module, undo)
         _replace([*_shards(model)], undo)
         yield
+
+
+def _is_cut(model: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied in a model, or a weight is in shards."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    for module in model.modules():
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        if is_fsdp_module(module) or any(map(is_sharded, weights)):
+            return True
+    return False
 
 
 def stand_in_problem(model: nn.Module) -> str:
