@@ -10,6 +10,7 @@ from tests.support.close import within
 from tests.support.slow_transformer import padded
 from tests.support.tiny import tiny
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wellposed as wp
 from wellposed import nn as wn
@@ -134,6 +135,47 @@ def test_generation_with_a_cache_reads_rotated_keys():
     )[0].tolist()
     for length in (len(ROWS[0]), len(ROWS[0]) + 1, len(ROWS[0]) + 2):
         assert int(slow.logits(tokens[:length])[-1].argmax()) == tokens[length]
+
+
+class Sines(TorchDispatchMode):
+    """Count the tables of sines that are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.sin.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("attention", ["ngpt", "inverse_d"])
+def test_layers_share_one_table_of_rotations(attention, depth):
+    """Queries and keys of all layers, also if gradient checkpointing computes them again."""
+    parts = PARTS if attention == "ngpt" else {"attention": attention, "position": "none"}
+    model = tiny(WellposedForCausalLM, **parts, num_hidden_layers=depth)
+    ids = torch.tensor([ROWS[0]])
+    counts = []
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.train().activation_checkpointing_enable()
+        with Sines() as sines:
+            model(input_ids=ids, labels=ids).loss.backward()
+        counts.append(sines.count)
+        gradients.append([weight.grad.clone() for weight in model.parameters()])
+        model.zero_grad()
+    assert counts == [1, 1]
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_step_with_a_cache_computes_two_tables():
+    """That of its queries, and that of all keys."""
+    model = drawn()
+    cache = model(input_ids=torch.tensor([ROWS[0]]), use_cache=True).past_key_values
+    with Sines() as sines:
+        model(input_ids=torch.tensor([[1]]), past_key_values=cache)
+    assert sines.count == 2
 
 
 def test_eigen_learning_rates_start_at_alpha():

@@ -191,7 +191,7 @@ class WellposedBody(WellposedPreTrainedModel):
 
         mask = make_mask(
             read.padding, self.is_causal, read.length, read.num_keys, read.positions.device
-        )
+        ).shared_by_layers()
         x = self.embeddings(ids, read.positions, inputs.inputs_embeds, table=table)
         states = [x]
         keep = self.keeps_states(inputs)

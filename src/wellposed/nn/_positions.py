@@ -111,18 +111,31 @@ class SinusoidalPositions(CheckedModule):
         return read_table(self, positions, self.num_positions, read)
 
 
-def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
+class Rotations:
     """Rotate pair i of token p by the angle `p 10000^(-2i/d)`: products then depend on distances.
 
     Exact up to rounding; every vector keeps its length. Su et al. (2021), "RoFormer", eq. 34, with
-    the pairs of `MaxMin`: entry i and entry i + d/2. ``vectors`` is (..., tokens, d), d even;
-    ``first`` is the position of the first token.
+    the pairs of `MaxMin`: entry i and entry i + d/2. The layers of one forward pass share an object,
+    which computes sines and cosines once. Do not keep it for the next pass.
     """
-    positions = torch.arange(first, first + vectors.shape[-2], device=vectors.device)
-    codes = sines_and_cosines(positions, vectors.shape[-1]).to(vectors.dtype)
-    sine, cosine = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    left, right = vectors.chunk(2, -1)
-    return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
+
+    def __init__(self) -> None:
+        self._codes: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
+
+    def __call__(self, vectors: Tensor, first: int = 0) -> Tensor:
+        """Rotate (..., tokens, d), d even; ``first`` is the position of the first token."""
+        sine, cosine = self._codes_of(vectors, first)
+        left, right = vectors.chunk(2, -1)
+        return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
+
+    def _codes_of(self, vectors: Tensor, first: int) -> tuple[Tensor, ...]:
+        count, width = vectors.shape[-2:]
+        key = (first, count, width, vectors.dtype, vectors.device)
+        if key not in self._codes:
+            positions = torch.arange(first, first + count, device=vectors.device)
+            codes = sines_and_cosines(positions, width).to(vectors.dtype)
+            self._codes[key] = codes.unflatten(-1, (-1, 2)).unbind(-1)
+        return self._codes[key]
 
 
 class NoPositions(CheckedModule):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import cosine_attention
 from wellposed.model_options import CosineOptions
-from wellposed.nn._positions import rotate_by_position
+from wellposed.nn._positions import Rotations
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention._heads import HeadProjections, MemoryAttention, SelfAttention, builder
 from wellposed.nn.attention._masks import AttentionMask
@@ -141,8 +141,9 @@ class InverseDAttention(SelfAttention):
 
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         first = key.shape[-2] - query.shape[-2]
-        query = rotate_by_position(query, first)
-        key = rotate_by_position(key)
+        rotate = mask.rotations or Rotations()
+        query = rotate(query, first)
+        key = rotate(key)
         value = value / 3
         scale = 1 / self.head_dim
         return attend(query, key, value, **mask.flags, scale=scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 from wellposed.errors import ShapeError
 from wellposed.functional import check_padding_shape
 from wellposed.linalg import MaskKind
+from wellposed.nn._positions import Rotations
 
 
 class AttentionMask(NamedTuple):
@@ -26,11 +27,17 @@ class AttentionMask(NamedTuple):
     mask: Tensor | None
     is_causal: bool
     kind: MaskKind = "any"
+    rotations: Rotations | None = None
+    """Tables of sines that the layers of a stack share in one pass, if they rotate by position."""
 
     @property
     def flags(self) -> dict[str, Any]:
         """Keyword arguments for `scaled_dot_product_attention`."""
         return {"attn_mask": self.mask, "is_causal": self.is_causal}
+
+    def shared_by_layers(self) -> AttentionMask:
+        """Return the mask for all layers of one pass: they compute tables of sines once."""
+        return self._replace(rotations=Rotations())
 
 
 PaddingMask = Tensor | AttentionMask | None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.nn._ngpt import LearnedScale, unit_vectors
-from wellposed.nn._positions import rotate_by_position
+from wellposed.nn._positions import Rotations
 from wellposed.nn._registry import ATTENTIONS
 from wellposed.nn.attention._heads import SelfAttention, builder
 from wellposed.nn.attention._masks import AttentionMask
@@ -54,8 +54,9 @@ class NGPTAttention(SelfAttention):
         first = key.shape[-2] - query.shape[-2]
         # (heads d,) -> (heads, 1, d), beside (batch, heads, T, d)
         scale = self.qk_scale.factors().unflatten(0, (self.num_heads, 1, self.head_dim))
-        query = rotate_by_position(unit_vectors(query) * scale, first)
-        key = rotate_by_position(unit_vectors(key) * scale)
+        rotate = mask.rotations or Rotations()
+        query = rotate(unit_vectors(query) * scale, first)
+        key = rotate(unit_vectors(key) * scale)
         dropout = self.dropout if self.training else 0.0
         return attend(
             query.to(value.dtype),
