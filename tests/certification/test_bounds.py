@@ -196,6 +196,32 @@ def test_blocks_are_the_whole_matrix():
         assert bool(proves_definite(blocks, errors)) is expected
 
 
+@pytest.mark.parametrize("depth", [2, 5, 12])
+def test_absent_blocks_save_slack_and_prove_nothing_singular(depth):
+    """A path's Laplacian times the identity is singular; its smallest other eigenvalue is known."""
+    width = 3
+    one = torch.eye(width, dtype=torch.float64)
+    none = [torch.zeros(width, dtype=torch.float64)] * depth
+    for shift, expected in ((1e-11, True), (1e-17, False), (-1e-11, False)):
+        ends = [1 + (0 < index < depth - 1) for index in range(depth)]
+        blocks = {(index, index): (end + shift) * one for index, end in enumerate(ends)}
+        blocks |= {(index, index - 1): -one for index in range(1, depth)}
+        assert bool(proves_definite(blocks, none)) is expected
+
+
+@pytest.mark.parametrize(("depth", "width"), [(3, 16), (8, 64)])
+def test_orthogonal_chains_have_the_norm_of_their_product(depth, width):
+    """It is the slope where every unit is on, so no bound lies below it."""
+    torch.manual_seed(depth)
+    weights = [torch.nn.init.orthogonal_(torch.empty(width, width)) for _ in range(depth)]
+    product = torch.linalg.multi_dot([weight.double() for weight in reversed(weights)])
+    links = [link for weight in weights for link in (Matrix(weight, 1 + 1e-5), Slopes(0.0, 1.0))]
+    for scale in (1.0, -0.3):
+        exact = abs(scale) * float(torch.linalg.svdvals(product)[0])
+        tight = tightest_bound(links[:-1], 0.0, scale)
+        assert exact * (1 - 1e-13) <= tight.value <= exact * (1 + 2e-8)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
 def test_what_is_not_definite_or_not_finite_is_not_proved(value):
     matrix = torch.eye(3, dtype=torch.float64)

@@ -54,6 +54,17 @@ def _remainder(blocks: Blocks, factor: Blocks, row: int, column: int) -> Tensor 
     return rest
 
 
+def _terms(blocks: Blocks, sizes: Sequence[int]) -> int:
+    """Return the largest number of products in an entry of the factor: absent blocks have none."""
+    filled = set(blocks)
+    for column in range(len(sizes)):
+        below = [row for row in range(column + 1, len(sizes)) if (row, column) in filled]
+        # A column is subtracted from every pair of rows that it reaches.
+        filled.update((row, other) for row in below for other in below if row >= other)
+    rows = range(len(sizes))
+    return max(sum(sizes[column] for column in rows if (row, column) in filled) for row in rows)
+
+
 @torch.no_grad()
 def proves_definite(blocks: Blocks, errors: Sequence[Tensor]) -> Tensor:
     """Return for each matrix of a batch whether it is proved positive definite.
@@ -84,11 +95,11 @@ def proves_definite(blocks: Blocks, errors: Sequence[Tensor]) -> Tensor:
         (row, column): block * scales[row][..., :, None] * scales[column][..., None, :]
         for (row, column), block in blocks.items()
     }
-    size = sum(diagonal.shape[-1] for diagonal in diagonals)
+    terms = _terms(blocks, [diagonal.shape[-1] for diagonal in diagonals])
     slack = torch.zeros(diagonals[0].shape[:-1], dtype=torch.float64, device=diagonals[0].device)
     for index, (error, scale) in enumerate(zip(errors, scales, strict=True)):
         trace = scaled[index, index].diagonal(dim1=-2, dim2=-1).sum(-1)
-        slack = slack + 2 * (size + _MORE_TERMS) * UNIT * trace + (error * scale).square().sum(-1)
+        slack = slack + 2 * (terms + _MORE_TERMS) * UNIT * trace + (error * scale).square().sum(-1)
     for (row, column), block in scaled.items():
         if row > column:
             slack = slack + _ROUNDINGS * UNIT * block.square().sum((-2, -1)).sqrt()

@@ -17,6 +17,7 @@ from torch import Tensor
 from wellposed.certification.bounds._network import Network
 from wellposed.certification.bounds._rounding import MORE_TERMS, UNIT, check_positive
 from wellposed.certification.bounds._search import (
+    SLACKS,
     Ascent,
     smallest_proved,
     smooth_largest,
@@ -32,6 +33,10 @@ _WORK = 2e10
 """Multiply-adds that the search may take."""
 _LARGEST_WORK = 2e10
 """Multiply-adds of a factor beyond which there is no proof."""
+_QUICK_WORK = 5e8
+"""Multiply-adds of a factor up to which a chain is bounded without a search."""
+_SLACKS = (1e-9, 1e-8, *SLACKS)
+"""A narrow chain is proved this near; wide ones have more rounding."""
 _STIFF = 30.0
 _RATE = 0.3
 _TEMPERATURE = 0.1
@@ -94,6 +99,18 @@ def searched_chain(
         if math.isfinite(bound):
             return bound + abs(scale) * network.excess, proposal
     return math.inf, []
+
+
+@torch.no_grad()
+def unsearched_chain(network: Network, scale: float) -> tuple[float, list[Tensor]]:
+    """Return the bound of one number a layer, as in ECLipsE-Fast, and the multipliers of its proof.
+
+    For orthogonal weights it is the norm of the product of the matrices, below which no bound
+    lies. Infinite if the factor takes too long to be worth it.
+    """
+    if _work(network, 0.0) > _QUICK_WORK:
+        return math.inf, []
+    return searched_chain(network, 0.0, scale, multipliers=_greedy(network))
 
 
 def chain_square(
@@ -248,7 +265,7 @@ def _proved(network: Network, skip: float, scale: float, multipliers: Sequence[T
             matrix_and_corner, [*errors, torch.zeros(len(matrix), dtype=torch.float64)]
         )[None]
 
-    return float(smallest_proved(guess, proves))
+    return float(smallest_proved(guess, proves, _SLACKS))
 
 
 def _errors(network: Network, multipliers: Sequence[Tensor]) -> list[Tensor]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 # Eigenvectors whose eigenvalues a step lowers together; the top one alone oscillates.
 _TOP = 16
-# Relative slacks of rho that are tried in turn.
-_SLACKS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
+SLACKS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
+"""Relative slacks of rho that are tried in turn."""
 _RATE = 0.15
 _FIRST_TEMPERATURE = 0.02
 _SMOOTHING = 0.01
@@ -105,10 +105,12 @@ def smooth_largest(matrix: Tensor) -> Tensor:
     return ((matrix @ vectors) * vectors).sum(-2) @ weights
 
 
-def smallest_proved(guesses: Tensor, proves: Callable[[Tensor], Tensor]) -> Tensor:
+def smallest_proved(
+    guesses: Tensor, proves: Callable[[Tensor], Tensor], slacks: Sequence[float] = SLACKS
+) -> Tensor:
     """Return sqrt(rho) for the smallest rho above each guess that is proved; infinite if none is."""
     proved_roots = torch.full_like(guesses, math.inf)
-    for slack in _SLACKS:
+    for slack in slacks:
         still_open = proved_roots.isinf() & guesses.isfinite()
         if not bool(still_open.any()):
             break

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from wellposed.certification.bounds._branch import branch_bound, branch_square, searched_branches
-from wellposed.certification.bounds._chain import chain_square, searched_chain
+from wellposed.certification.bounds._chain import (
+    chain_square,
+    searched_chain,
+    unsearched_chain,
+)
 from wellposed.certification.bounds._network import Link, Matrix, Network, network_of
 from wellposed.linalg import certified_spectral_norm
 from wellposed.torch_modes import on_the_cpu
@@ -39,16 +43,21 @@ NO_BOUND = Tight(math.inf, "")
 def tightest_bound(links: Sequence[Link], skip: float = 0.0, scale: float = 1.0) -> Tight:
     """Return a bound of ``s x + c f(x)`` in the 2-norm, f being the links in sequence.
 
-    Infinite if there are fewer than two linear maps, if all are nearly orthogonal (multipliers
-    then win little), or if nothing is proved.
+    Infinite if there are fewer than two linear maps, or if nothing is proved. If all of them are
+    nearly orthogonal, multipliers win little: only chains of three or more have a bound, without a
+    search and without a skip.
     """
-    if not may_win(links):
+    matrices = [link for link in links if isinstance(link, Matrix)]
+    is_isometric = all(map(_is_nearly_isometric, matrices))
+    if len(matrices) < (3 if is_isometric else 2) or (is_isometric and skip):
         return NO_BOUND
     with torch.no_grad():
         network = network_of(links)
     if network is None or not network.is_usual:
         return NO_BOUND
     try:
+        if is_isometric:
+            return _of_chain(0.0, scale, *unsearched_chain(network, scale))
         return _by_depth(network, skip, scale)
     except torch.linalg.LinAlgError:
         # An eigenvalue of a search that does not converge; other forms remain.
@@ -66,6 +75,10 @@ def _by_depth(network: Network, skip: float, scale: float) -> Tight:
     bound, multipliers = searched_chain(network, skip, scale)
     if math.isinf(bound) and not skip:
         return Tight(abs(scale) * _by_pairs(network), f"{BRANCH}, two maps at a time")
+    return _of_chain(skip, scale, bound, multipliers)
+
+
+def _of_chain(skip: float, scale: float, bound: float, multipliers: Sequence[Tensor]) -> Tight:
     return Tight(bound, CHAIN, lambda live: chain_square(live, skip, scale, multipliers))
 
 
@@ -86,12 +99,6 @@ def _linear_bound(network: Network, skip: float, scale: float) -> float:
         matrix = matrix + skip * torch.eye(len(matrix), dtype=matrix.dtype)
     lost = 1e-15 * (abs(scale) * float(weight.norm()) + abs(skip) * len(weight) ** 0.5)
     return float(certified_spectral_norm(matrix)) + lost + abs(scale) * network.excess
-
-
-def may_win(links: Sequence[Link]) -> bool:
-    """Return whether some linear map is far from a multiple of an isometry, and there are two."""
-    matrices = [link for link in links if isinstance(link, Matrix)]
-    return len(matrices) > 1 and not all(map(_is_nearly_isometric, matrices))
 
 
 def _is_nearly_isometric(link: Matrix) -> bool:
