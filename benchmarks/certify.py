@@ -83,6 +83,6 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 BENCHMARK = Benchmark(
     "seconds of certify for 12 layers of width 512 at 512 tokens, and the extra time of its cross-check",
-    "<= 2 s, <= 20 %", 3, rows,
-    goals=(Goal("seconds of certify*", "<= 2"), Goal("cross-check*", "<= 0.2", FIXED_COST)),
+    "<= 3 s, <= 20 %", 3, rows,
+    goals=(Goal("seconds of certify*", "<= 3"), Goal("cross-check*", "<= 0.2", FIXED_COST)),
 )  # fmt: skip

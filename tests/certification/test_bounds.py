@@ -95,6 +95,19 @@ def test_layers_of_one_shape_are_bounded_together_as_apart():
     assert together == pytest.approx(apart, rel=5e-3)
 
 
+@pytest.mark.parametrize("kind", ADVERSARIAL)
+def test_wide_branches_are_searched_in_float32_and_proved(kind):
+    """From width 256 on; sizes up to 1e50 leave the range of float32."""
+    torch.manual_seed(ADVERSARIAL.index(kind))
+    weights = [weight.double() for weight in adversarial(kind, (256, 260, 256))]
+    for size, skip in ((1.0, 1.0), (1e50, 0.0), (1e-50, 0.0)):
+        made = network([weights[0], size * weights[1]], ACTIVATIONS["gelu"])
+        bound = branch_bound([made], [skip], [1.0])[0]
+        assert attained(made, skip, 1.0, restarts=1, steps=3) <= bound * ROUNDING
+        if kind == "plain":
+            assert bound <= 0.8 * (skip + _product(made))
+
+
 def test_any_positive_multipliers_give_a_bound_and_others_are_refused():
     made = network(adversarial("plain", (5, 8, 5)), ACTIVATIONS["relu"])
     attack = attained(made, 1.0, 1.0)

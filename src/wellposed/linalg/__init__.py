@@ -28,6 +28,7 @@ from wellposed.linalg._norms import certified_spectral_norm as certified_spectra
 from wellposed.linalg._norms import check_norm as check_norm
 from wellposed.linalg._norms import check_token_norm as check_token_norm
 from wellposed.linalg._norms import gram_iteration_norm as gram_iteration_norm
+from wellposed.linalg._norms import guess_largest_eigenvalue as guess_largest_eigenvalue
 from wellposed.linalg._norms import infinity_norm as infinity_norm
 from wellposed.linalg._norms import power_of_two as power_of_two
 from wellposed.linalg._norms import rounded_sums as rounded_sums

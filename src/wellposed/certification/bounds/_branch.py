@@ -23,14 +23,17 @@ from wellposed.certification.bounds._search import (
     top_weights,
 )
 from wellposed.errors import ConfigError
-from wellposed.linalg import proves_definite, symmetric_product
+from wellposed.linalg import guess_largest_eigenvalue, proves_definite, symmetric_product
 from wellposed.torch_modes import on_the_cpu
 
 # Factors of the smallest multiplier that are tried first.
 _FACTORS = (0.05, 0.12, 0.3, 0.6, 1.0, 2.0, 4.0, 10.0, 30.0, 100.0, 1e3, 1e4)
 _WIDE = 256
 """Widths from which multiples of one vector are tried, by few products."""
-_WIDE_FACTORS = (0.5, 1.5, 5.0, 15.0)
+_WIDE_FACTORS = (1.0, 1.7)
+_SMALLER_FACTORS = (0.6,)
+_LARGER_FACTORS = (5.0,)
+"""Tried after the former, on the side that they fall towards."""
 _POWER_STEPS = 6
 _WORK = 5e8
 """Multiply-adds that a search may take for one layer; wide layers get fewer steps."""
@@ -128,23 +131,30 @@ def _check(multipliers: Tensor, maps: _Maps) -> None:
 
 def _maps(networks: Sequence[Network], skips: Sequence[float], scales: Sequence[float]) -> _Maps:
     parts = [_parts(*one) for one in zip(networks, skips, scales, strict=True)]
-    straight = torch.stack([part[0] for part in parts])
-    out = torch.stack([part[1] for part in parts])
-    into = torch.stack([part[2] for part in parts])
+    straight, out, into = (_stacked([part[index] for part in parts]) for index in range(3))
     excess = torch.tensor([part[3] for part in parts], dtype=torch.float64)
     live = (out.abs().amax((0, -2)) > 0) & (into.abs().amax((0, -1)) > 0)
-    return _Maps(straight, out[..., live], into[:, live], excess, live)
+    if not bool(live.all()):
+        out = out[..., live]
+        into = into[:, live]
+    return _Maps(straight, out, into, excess, live)
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """Return a stack, without a copy of one matrix."""
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
 
 
 def _parts(network: Network, skip: float, scale: float) -> tuple[Tensor, Tensor, Tensor, float]:
     """Return G, B, C and what rounding of them adds to the bound."""
     first, last = network.weights
     ((mid, half),) = network.slopes
-    straight = scale * ((last * mid) @ first)
+    centred = last * mid
+    straight = scale * (centred @ first)
     out = scale * (last * half)
-    sizes = _size(last * mid) * _size(first)
-    lost = abs(scale) * (len(mid) + MORE_TERMS) * sizes
-    lost += 4 * _size(straight) + 4 * _size(out) * _size(first)
+    first_size = _size(first)
+    lost = abs(scale) * (len(mid) + MORE_TERMS) * _size(centred) * first_size
+    lost += 4 * _size(straight) + 4 * _size(out) * first_size
     if skip:
         straight = straight + skip * torch.eye(len(straight), dtype=torch.float64)
         lost += 2 * _size(straight)
@@ -267,30 +277,36 @@ def _grams(maps: _Maps, multipliers: Tensor) -> _Grams:
 
 def _on_one_ray(maps: _Maps) -> _Grams:
     """Return the products for the best of some multiples of the balanced vector."""
-    rows = maps.into.norm(dim=-1)
-    columns = maps.out.norm(dim=-2)
-    base = _grams(maps, _above(columns) / _above(rows))
-    start = torch.ones(*maps.straight.shape[:-2], base.outer.shape[-1], 1, dtype=torch.float64)
-    smallest = _power(lambda vector: base.outer @ vector, start)
-    tried = [1.01 * smallest * (1 + factor) for factor in _WIDE_FACTORS]
-    values = torch.stack([_reach(maps, base, size) for size in tried])
-    chosen = values.argmin(0, keepdim=True)
-    return base.scaled(torch.stack(tried).gather(0, chosen)[0])
+    lengths = maps.into.norm(dim=-1)
+    base = _grams(maps, _above(maps.out.norm(dim=-2)) / _above(lengths))
+    smallest = guess_largest_eigenvalue(base.outer).clamp_min(1e-300)
+    rows = smallest[:, None, None]
+    # Only a choice, so float32 does, for matrices of ordinary size.
+    unit = maps.straight.abs().amax((-2, -1), keepdim=True)
+    unit = torch.maximum(unit, (base.inner.abs().amax((-2, -1), keepdim=True) * rows).sqrt())
+    inner = (base.inner / unit.square() * rows).float()
+    outer = (base.outer / rows).float()
+    straight = (maps.straight / unit).float()
+    values = [_reach(straight, inner, outer, 1 + factor) for factor in _WIDE_FACTORS]
+    more = _LARGER_FACTORS if bool((values[1] < values[0]).any()) else _SMALLER_FACTORS
+    values += [_reach(straight, inner, outer, 1 + factor) for factor in more]
+    sizes = 1 + smallest.new_tensor((*_WIDE_FACTORS, *more))
+    return base.scaled(smallest * sizes[torch.stack(values).argmin(0)])
 
 
-def _reach(maps: _Maps, grams: _Grams, size: Tensor) -> Tensor:
+def _reach(straight: Tensor, inner: Tensor, outer: Tensor, size: float) -> Tensor:
     """Estimate rho for T times a size by some power steps; infinite if it is too small."""
-    room = -grams.outer / size[:, None, None]
+    room = -outer / size
     room.diagonal(dim1=-2, dim2=-1).add_(1)
     factor, info = torch.linalg.cholesky_ex(room)
     usable = info == 0
     factor = torch.where(usable[:, None, None], factor, torch.eye(factor.shape[-1]).to(factor))
 
     def step(vector: Tensor) -> Tensor:
-        solved = torch.cholesky_solve(maps.straight @ vector, factor)
-        return size[:, None, None] * (grams.inner @ vector) + maps.straight.mT @ solved
+        solved = torch.cholesky_solve(straight @ vector, factor)
+        return size * (inner @ vector) + straight.mT @ solved
 
-    start = torch.ones(*grams.inner.shape[:-1], 1, dtype=torch.float64)
+    start = inner.new_ones(*inner.shape[:-1], 1)
     return torch.where(usable, _power(step, start), math.inf)
 
 
@@ -300,7 +316,7 @@ def _power(step: Callable[[Tensor], Tensor], vector: Tensor) -> Tensor:
     vector = places.square().sin()[:, None].expand_as(vector)
     size = vector.norm(dim=-2, keepdim=True)
     for _ in range(_POWER_STEPS):
-        vector = step(vector / size.clamp_min(1e-300))
+        vector = step(vector / size.clamp_min(torch.finfo(vector.dtype).tiny))
         size = vector.norm(dim=-2, keepdim=True)
     return size[..., 0, 0]
 
@@ -326,6 +342,6 @@ def _proved(maps: _Maps, grams: _Grams) -> Tensor:
 
     factor, info = torch.linalg.cholesky_ex(room)
     half = torch.linalg.solve_triangular(factor, straight, upper=False)
-    guess = torch.linalg.eigvalsh(grams.inner + half.mT @ half)[..., -1]
+    guess = guess_largest_eigenvalue(grams.inner + half.mT @ half)
     usable = (info == 0) & guess.isfinite()
     return smallest_proved(torch.where(usable, guess, math.nan), proves)

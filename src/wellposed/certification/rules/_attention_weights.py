@@ -83,6 +83,16 @@ class AttentionWeights:
         return certified_spectral_norm(self.output.flatten(0, 1), method="cholesky")
 
     @cached_property
+    def query_norms(self) -> Tensor:
+        """Upper bounds of ``|Q_h|`` (H,)."""
+        return norms(self.query)
+
+    @cached_property
+    def key_norms(self) -> Tensor:
+        """Upper bounds of ``|K_h|`` (H,)."""
+        return norms(self.key)
+
+    @cached_property
     def value_norms(self) -> Tensor:
         """Upper bounds of ``|V_h|``."""
         return norms(self.value)

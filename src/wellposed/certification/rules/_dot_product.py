@@ -16,7 +16,6 @@ from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._attention_weights import (
     AttentionWeights,
-    norms,
     slices,
     weights_of,
 )
@@ -93,8 +92,8 @@ class _Terms:
 
 def _terms(weights: AttentionWeights, radius: float, *, rotary: bool) -> _Terms:
     root = math.sqrt(weights.head_dim)
-    query_norms = norms(weights.query)
-    key_norms = norms(weights.key)
+    query_norms = weights.query_norms
+    key_norms = weights.key_norms
     query_size = query_norms * radius + weights.query_bias.norm(dim=-1)
     # The bias of keys drops out unless they are rotated.
     key_size = key_norms * radius + (weights.key_bias.norm(dim=-1) if rotary else 0.0)
@@ -227,8 +226,8 @@ def qk_norm_ball_bound(
     (1 + R/sqrt d (s_k l_q + s_q l_k))``, s the size and l the slope of a normalised vector."""
     root = math.sqrt(weights.head_dim)
     size_q, size_k = (norm.gain * root + norm.shift for norm in (query_norm, key_norm))
-    slope_q = norms(weights.query) * query_norm.gain / math.sqrt(query_norm.eps)
-    slope_k = norms(weights.key) * key_norm.gain / math.sqrt(key_norm.eps)
+    slope_q = weights.query_norms * query_norm.gain / math.sqrt(query_norm.eps)
+    slope_k = weights.key_norms * key_norm.gain / math.sqrt(key_norm.eps)
     query = radius / root * size_k * slope_q
     key = radius / root * size_q * slope_k
     if norm == "tok":
