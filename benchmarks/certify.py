@@ -19,6 +19,10 @@ FIXED_COST = (
     "At any size the check runs the module three times forward and once backward: 0.8 ms for a linear map, 1 to 4 ms"
     " for an attention or a block of width 128. Bounds of small weights take only a few products."
 )
+FLOPS = (
+    "Measured beside other work on both cores. Two certified norms, a product and two Gram matrices of a"
+    " feed-forward take 90 ms a layer; a batch of layers takes longer than one after the other."
+)
 DEEP = (
     ("tok", "l2_tied"), ("tok", "dot_product"), ("tok", "cosine"),
     (2, "l2_tied"), (2, "l2_contractive"), (2, "dot_product"), (2, "cosine"),
@@ -84,5 +88,5 @@ def rows(setup: Setup) -> Iterator[Row]:
 BENCHMARK = Benchmark(
     "seconds of certify for 12 layers of width 512 at 512 tokens, and the extra time of its cross-check",
     "<= 3 s, <= 20 %", 3, rows,
-    goals=(Goal("seconds of certify*", "<= 3"), Goal("cross-check*", "<= 0.2", FIXED_COST)),
+    goals=(Goal("seconds of certify*", "<= 3", FLOPS), Goal("cross-check*", "<= 0.2", FIXED_COST)),
 )  # fmt: skip

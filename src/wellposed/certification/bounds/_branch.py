@@ -131,7 +131,9 @@ def _check(multipliers: Tensor, maps: _Maps) -> None:
 
 def _maps(networks: Sequence[Network], skips: Sequence[float], scales: Sequence[float]) -> _Maps:
     parts = [_parts(*one) for one in zip(networks, skips, scales, strict=True)]
-    straight, out, into = (_stacked([part[index] for part in parts]) for index in range(3))
+    straight = _stacked([part[0] for part in parts])
+    out = _stacked([part[1] for part in parts])
+    into = _stacked([part[2] for part in parts])
     excess = torch.tensor([part[3] for part in parts], dtype=torch.float64)
     live = (out.abs().amax((0, -2)) > 0) & (into.abs().amax((0, -1)) > 0)
     if not bool(live.all()):
