@@ -12,9 +12,10 @@ import torch
 
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed_lab.statistics import paired_comparison
-from wellposed_studies.frontier import method_runs
+from wellposed_studies.frontier import classifiers, method_runs
 from wellposed_studies.frontier import methods as study
-from wellposed_studies.frontier.method_runs import Text, Training, rate_at, read_text, train
+from wellposed_studies.frontier.method_data import Text, read_labelled, read_text
+from wellposed_studies.frontier.method_runs import Training, rate_at, train
 from wellposed_studies.frontier.method_store import Store
 from wellposed_studies.frontier.training_methods import METHODS
 from wellposed_studies.recipe import RECIPES, Request
@@ -53,15 +54,17 @@ def test_the_schedule_warms_up_and_ends_at_a_tenth():
 
 
 def test_methods_read_the_same_batches_and_the_loss_is_by_hand():
-    first, again = (list(method_runs.batches(TEXT.train, TINY)) for _ in range(2))
-    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
-    model = method_runs.build(TINY, 7)
+    first, again = (list(TEXT.batches(TINY)) for _ in range(2))
+    for name in ("input_ids", "labels"):
+        assert all(torch.equal(one[name], two[name]) for one, two in zip(first, again, strict=True))
+    model = method_runs.build(TINY, TEXT)
     model.eval()
     batch = first[0]
-    logits = model(input_ids=batch[:, :-1]).logits.detach().double()
+    assert torch.equal(batch["labels"][:, :-1], batch["input_ids"][:, 1:])
+    logits = model(input_ids=batch["input_ids"]).logits.detach().double()
     rows = logits.log_softmax(-1)
-    expected = -sum(rows[i, j, batch[i, j + 1]] for i in range(4) for j in range(8)) / 32
-    loss = method_runs._loss(model, batch).item()
+    expected = -sum(rows[i, j, batch["labels"][i, j]] for i in range(4) for j in range(8)) / 32
+    loss = TEXT.loss(model, batch).item()
     assert loss == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -122,7 +125,7 @@ def test_the_largest_singular_value_is_that_of_the_layers():
                 weight.mul_(100.0)
     assert len(matrices) == 12
     largest = max(torch.linalg.matrix_norm(weight, 2).item() for weight in matrices.values())
-    end = method_runs.at_the_end(started.model, TEXT, TINY, "cpu")
+    end = method_runs.at_the_end(started)
     assert end["sigma_max"] == pytest.approx(largest, rel=1e-4)
 
 
@@ -248,3 +251,57 @@ def test_a_study_that_ran_out_of_time_says_so_and_goes_on(tmp_path, monkeypatch)
         reproduce("frontier/depth", scale="toy", out=out, minutes=3)
     with pytest.raises(ConfigError, match="minutes = 0, expected a finite number > 0"):
         reproduce("frontier/methods", scale="toy", out=out, minutes=0)
+
+
+LABELLED = replace(TINY, model="classifier", block=16, steps=30, warmup=3)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return read_labelled(None, 200, 16)
+
+
+def test_the_loss_of_labels_is_by_hand_and_valid_is_read_once(texts):
+    started = method_runs.start(LABELLED, texts)
+    started.model.eval()
+    valid = list(texts.valid_batches(LABELLED))
+    assert sum(len(batch["labels"]) for batch in valid) == len(texts.task.dataset("valid"))
+    total = 0.0
+    for batch in valid:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        rows = started.model(**inputs).logits.detach().double().log_softmax(-1)
+        total -= float(rows[torch.arange(len(rows)), batch["labels"]].sum())
+    expected = total / len(texts.task.dataset("valid"))
+    assert method_runs.evaluate(started) == pytest.approx(expected, rel=1e-5)
+    counts = torch.bincount(torch.as_tensor(texts.task.split_labels("valid")).long()).double()
+    shares = counts / counts.sum()
+    assert texts.constant_loss == pytest.approx(float(-(shares * shares.log()).sum()))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.slow
+def test_every_method_trains_a_classifier(name, texts):
+    result = train(replace(LABELLED, method=name, steps=4), texts)
+    assert result["failed"] == ""
+    assert result["valid"] < 2.0
+    assert result["sigma_max"] > 0
+
+
+def test_a_classifier_learns():
+    texts = read_labelled(None, 1500, 24)
+    result = train(replace(LABELLED, block=24, batch=16, steps=200), texts)
+    assert result["valid"] < 0.8 * texts.constant_loss
+
+
+@pytest.mark.slow
+def test_a_study_of_classifiers_resumes(tmp_path, monkeypatch):
+    request = Request("toy", tmp_path / "out")
+    first = classifiers.classifiers(request)
+    assert first.holds is None
+    assert {row["model"] for row in first.rows} == {"classifier"}
+    assert len(first.rows) == 5
+    assert first.size["read"] == "200 texts"
+    monkeypatch.setattr(study, "train", lambda *_, **__: pytest.fail("it trained again"))
+    classifiers.classifiers(request)
+    assert (tmp_path / "out" / "frontier-classifiers-toy.jsonl").is_file()
+    assert RECIPES.get("frontier/classifiers").kind("mini") == "trained"

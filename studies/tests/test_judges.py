@@ -346,6 +346,11 @@ VERDICTS = {
         ([against_baseline(-0.1), against_baseline(0.0)],),
         ([against_baseline(0.1), against_baseline(0.2)],),
     ),
+    "frontier/classifiers": Fed(
+        training_methods.judge,
+        ([against_baseline(-0.1), against_baseline(0.0)],),
+        ([against_baseline(0.1), against_baseline(0.2)],),
+    ),
     "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
 }
 
@@ -444,7 +449,7 @@ def test_what_speaks_against_a_claim_wins_over_what_speaks_for_it():
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert set(RECIPES) == {*VERDICTS, UNDECIDABLE}
-    assert len(RECIPES.names()) == 62
+    assert len(RECIPES.names()) == 63
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert recipe.claim

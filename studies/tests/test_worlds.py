@@ -290,6 +290,7 @@ WORLDS = {
     "frontier/words": of_effect(lambda gain: ({0: [gain, gain + 1e-4, gain - 2e-4], 1: []},), 0.1, (None, False, True)),
     "frontier/rates": of_effect(capped, 0.3, NONE_OF_IT),
     "frontier/methods": of_effect(beside_the_baseline, 0.1, NONE_OF_IT),
+    "frontier/classifiers": of_effect(beside_the_baseline, 0.1, NONE_OF_IT),
     "frontier/translation": Worlds((near(-2.0),), (near(0.0),), (near(-5.0),), (near(2.0),)),
 }  # fmt: skip
 

@@ -55,8 +55,8 @@ class ReproduceArguments:
     jobs: int | None = None
     """Processes that train independent runs in parallel. Default: one; for mcgrath2024 one per core."""
     minutes: float | None = None
-    """Minutes after which no further training begins, for a study of many hours (frontier/methods). Its
-    row is partial then, and a later call completes it."""
+    """Minutes after which no further training begins, for a study of many hours (frontier/methods,
+    frontier/classifiers). Its row is partial then, and a later call completes it."""
     page: Path = Path("docs/reproduction.md")
     """Page that "all" writes: claim, result, verdict and uncertainty of each recipe."""
     quiet: bool = False

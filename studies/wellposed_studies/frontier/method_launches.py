@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wellposed.plan import Meter
-from wellposed_studies.frontier.method_runs import Text, Training, batches, start
+from wellposed_studies.frontier.method_data import Data
+from wellposed_studies.frontier.method_runs import Training, start
 from wellposed_studies.frontier.training_methods import BASELINES
 
 STEPS_BEFORE = 4
@@ -38,7 +39,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cost_over_plain(training: Training, text: Text) -> StepCost:
+def cost_over_plain(training: Training, data: Data) -> StepCost:
     """Return the cost of a step of the method beyond that of AdamW on the same kind of model.
 
     Status: counted on a CPU, along the path of a GPU: optimizers step lists of tensors, and constraints
@@ -46,8 +47,8 @@ def cost_over_plain(training: Training, text: Text) -> StepCost:
     counts once; a GPU may split it. Spectral sets leave out matrices that are surely inside, so their
     count depends on the step.
     """
-    full = step_cost(training, text)
-    plain = step_cost(replace(training, method=BASELINES[0]), text)
+    full = step_cost(training, data)
+    plain = step_cost(replace(training, method=BASELINES[0]), data)
     return StepCost(
         launches=full.launches - plain.launches,
         peak_bytes=full.peak_bytes - plain.peak_bytes,
@@ -55,9 +56,9 @@ def cost_over_plain(training: Training, text: Text) -> StepCost:
     )
 
 
-def step_cost(training: Training, text: Text) -> StepCost:
+def step_cost(training: Training, data: Data) -> StepCost:
     """Return the counts of a step after the first `STEPS_BEFORE`."""
-    started = start(training, text)
+    started = start(training, data)
     optimizer = started.attached.optimizer
     for group in optimizer.param_groups:
         if "foreach" in group:
@@ -67,7 +68,7 @@ def step_cost(training: Training, text: Text) -> StepCost:
 
     steps = STEPS_BEFORE + 2
     longer = replace(training, steps=max(training.steps, steps))
-    read = list(itertools.islice(batches(text.train, longer), steps))
+    read = list(itertools.islice(data.batches(longer), steps))
     with Meter() as meter:
         for number in range(STEPS_BEFORE):
             started.step(number, read[number])

@@ -1,26 +1,28 @@
-"""One training of `frontier/methods`, after nanoGPT, and the measurements of its end."""
+"""One training of `frontier/methods` or `frontier/classifiers`, after nanoGPT, and the measurements of its end."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wellposed_studies.frontier.training_methods import METHODS, Attached
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-TRAIN = 0.9
-"""Part of the text that trains; the rest is valid, and there is no test, as in nanoGPT."""
+    from wellposed_studies.frontier.method_data import Batch, Data
+
 LAST = 0.1
 """The rate at the end, in units of the largest."""
 CLIP = 1.0
 EVALUATIONS = 4
 KINDS = ("ours", "llama")
-"""Models whose methods are compared."""
+"""Language models whose methods are compared."""
+CLASSIFIER = "classifier"
+OUR_MODELS = ("ours", CLASSIFIER)
+"""Those that take the options of a method."""
 NANOGPT = "gpt2"
 """The architecture of nanoGPT, by Hugging Face: the public loss is of this model."""
 
@@ -30,7 +32,7 @@ class Training:
     """Everything that a run depends on, apart from the text."""
 
     model: str
-    """One of `KINDS`, or `NANOGPT`."""
+    """One of `KINDS`, `CLASSIFIER` or `NANOGPT`."""
     method: str
     rate: float
     seed: int
@@ -45,45 +47,14 @@ class Training:
     dropout: float = 0.0
 
 
-@dataclass(frozen=True)
-class Text:
-    """Token ids of a text, cut as nanoGPT cuts it: the first nine tenths train."""
-
-    train: Tensor
-    valid: Tensor
-    vocabulary: int
-
-    @property
-    def constant_loss(self) -> float:
-        """The entropy of the tokens of valid: the least loss of a predictor without context."""
-        import torch
-
-        shares = torch.bincount(self.valid).double() / len(self.valid)
-        return float(torch.special.entr(shares).sum())
-
-
-def read_text(data: str | None, limit: int | None) -> Text:
-    """Return the characters of a text of the task ``char_lm``."""
-    import torch
-
-    from wellposed_lab.tasks.task import build_task
-
-    options = {"data": data, "limit_chars": limit}
-    task: Any = build_task("char_lm", {name: value for name, value in options.items() if value})
-    splits = (torch.as_tensor(task.dataset(split).tokens) for split in ("train", "valid", "test"))
-    stream = torch.cat([tokens.long() for tokens in splits])
-    cut = int(TRAIN * len(stream))
-    return Text(stream[:cut], stream[cut:], int(stream.max()) + 1)
-
-
-def build(training: Training, vocabulary: int) -> nn.Module:
+def build(training: Training, data: Data) -> nn.Module:
     """Return the model of a run, with random weights."""
     shape: dict[str, Any] = {
         "hidden_size": training.width,
         "num_hidden_layers": training.layers,
         "num_attention_heads": training.heads,
         "max_position_embeddings": training.block,
-        "vocab_size": vocabulary,
+        "vocab_size": data.vocabulary,
     }
     if training.model == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -100,7 +71,11 @@ def build(training: Training, vocabulary: int) -> nn.Module:
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
         return GPT2LMHeadModel(GPT2Config(**off, **ends, **shape))
 
-    from wellposed.models import WellposedConfig, WellposedForCausalLM
+    from wellposed.models import (
+        WellposedConfig,
+        WellposedForCausalLM,
+        WellposedForSequenceClassification,
+    )
 
     options: dict[str, Any] = {
         "norm": "pre",
@@ -110,8 +85,13 @@ def build(training: Training, vocabulary: int) -> nn.Module:
     # The gated branch of nGPT has three matrices.
     is_gated = options.get("feedforward") == "ngpt"
     inner = 8 * round(training.width / 3) if is_gated else 4 * training.width
-    sides: dict[str, Any] = {"intermediate_size": inner, "is_causal": True}
-    return WellposedForCausalLM(WellposedConfig(**shape, **sides, **options))
+    options["intermediate_size"] = inner
+    if training.model == CLASSIFIER:
+        options["num_labels"] = data.num_labels
+        return WellposedForSequenceClassification(WellposedConfig(**shape, **options))
+
+    options["is_causal"] = True
+    return WellposedForCausalLM(WellposedConfig(**shape, **options))
 
 
 def rate_at(step: int, training: Training) -> float:
@@ -129,11 +109,12 @@ class Started:
     training: Training
     model: nn.Module
     attached: Attached
+    data: Data
     device: str
     rates: list[float]
     """The largest rate of each group."""
 
-    def step(self, number: int, batch: Tensor) -> float:
+    def step(self, number: int, batch: Batch) -> float:
         """Train on a batch, and return its loss."""
         import torch
 
@@ -142,7 +123,7 @@ class Started:
             group["lr"] = rate * rate_at(number, self.training)
 
         optimizer.zero_grad()
-        task_loss = _loss(self.model, batch.to(self.device))
+        task_loss = self.data.loss(self.model, on_device(batch, self.device))
         penalty = self.attached.penalty
         loss = task_loss if penalty is None else task_loss + penalty()
         loss.backward()
@@ -151,88 +132,75 @@ class Started:
         return float(task_loss.detach())
 
 
-def start(training: Training, text: Text) -> Started:
+def start(training: Training, data: Data) -> Started:
     """Return a model of random weights with the method attached."""
     import torch
 
     torch.manual_seed(training.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(training, text.vocabulary).to(device)
+    model = build(training, data).to(device)
     attached = METHODS[training.method].attach(model, training.rate, training.decay)
     model.train()
     rates = [group["lr"] for group in attached.optimizer.param_groups]
-    return Started(training, model, attached, device, rates)
+    return Started(training, model, attached, data, device, rates)
 
 
-def train(training: Training, text: Text) -> dict[str, Any]:
+def train(training: Training, data: Data) -> dict[str, Any]:
     """Return what a training found: its least and last loss on valid, its cost, and its end."""
-    started = start(training, text)
-    model, device = started.model, started.device
+    started = start(training, data)
     every = max(1, training.steps // EVALUATIONS)
     losses: list[float] = []
     seconds = 0.0
-    for step, batch in enumerate(batches(text.train, training)):
+    for step, batch in enumerate(data.batches(training)):
         begun = time.process_time()
         loss = started.step(step, batch)
         seconds += time.process_time() - begun
         if not math.isfinite(loss):
             return {"valid": math.inf, "failed": f"loss {loss} at step {step + 1}"}
         if (step + 1) % every == 0 or step + 1 == training.steps:
-            losses.append(evaluate(model, text.valid, training, device))
+            losses.append(evaluate(started))
     return {
         "valid": min(losses),
         "last": losses[-1],
         "failed": "",
         "seconds_per_step": seconds / training.steps,
-        **at_the_end(model, text, training, device),
+        **at_the_end(started),
     }
 
 
-def batches(tokens: Tensor, training: Training) -> Iterator[Tensor]:
-    """Yield random windows of the text, drawn by the seed alone, so that methods read the same."""
+def on_device(batch: Batch, device: str) -> Batch:
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def evaluate(started: Started) -> float:
+    """Return the mean loss on valid."""
     import torch
 
-    generator = torch.Generator().manual_seed(training.seed)
-    window = torch.arange(training.block + 1)
-    for _ in range(training.steps):
-        high = len(tokens) - training.block
-        first = torch.randint(high, (training.batch, 1), generator=generator)
-        yield tokens[first + window]
-
-
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    from torch.nn import functional as F
-
-    logits = model(input_ids=batch[:, :-1]).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-
-
-def evaluate(model: nn.Module, tokens: Tensor, training: Training, device: str) -> float:
-    """Return the mean loss over the windows of a text, one after the other."""
-    import torch
-
-    rows = (len(tokens) - 1) // training.block
-    starts = torch.arange(rows)[:, None] * training.block
-    windows = tokens[starts + torch.arange(training.block + 1)]
+    model = started.model
     model.eval()
+    total = 0.0
+    rows = 0
     with torch.no_grad():
-        parts = windows.split(8 * training.batch)
-        total = sum(float(_loss(model, part.to(device))) * len(part) for part in parts)
+        for batch in started.data.valid_batches(started.training):
+            loss = started.data.loss(model, on_device(batch, started.device))
+            total += float(loss) * len(batch["input_ids"])
+            rows += len(batch["input_ids"])
     model.train()
-    return total / len(windows)
+    return total / rows
 
 
-def at_the_end(model: nn.Module, text: Text, training: Training, device: str) -> dict[str, Any]:
+def at_the_end(started: Started) -> dict[str, Any]:
     """Return the largest singular value of the layers, the largest logit, and the certified bound."""
     import torch
 
     from wellposed.measurement import Monitor, worst_vitals
 
+    model = started.model
     model.eval()
-    batch = next(batches(text.valid, training)).to(device)
+    batch = on_device(next(started.data.batches(started.training, "valid")), started.device)
     idle = torch.optim.SGD(model.parameters(), lr=0.0)
     with Monitor(model, idle, every=1) as monitor:
-        _loss(model, batch).backward()
+        started.data.loss(model, batch).backward()
         idle.step()
         measured = monitor.step()
     model.zero_grad()
@@ -245,7 +213,7 @@ def at_the_end(model: nn.Module, text: Text, training: Training, device: str) ->
     return {
         "sigma_max": max(sizes, default=None),
         "logit_max": vitals.get("vital/logit_max"),
-        "certified": certified_bound(model, training),
+        "certified": certified_bound(model, started.training),
     }
 
 
@@ -254,7 +222,7 @@ def certified_bound(model: nn.Module, training: Training) -> float | None:
     from wellposed.certification import certify
     from wellposed.errors import WellposedError
 
-    if training.model != "ours":
+    if training.model not in OUR_MODELS:
         return None
     from wellposed.models import embedding_radius
 

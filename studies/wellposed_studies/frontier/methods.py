@@ -16,8 +16,9 @@ from wellposed.errors import ConvergenceError
 from wellposed_lab.charts import Panel, Row, Series
 from wellposed_lab.statistics import PairedComparison, holm_correction, paired_comparison
 from wellposed_studies.frontier.method_costs import cpu_ratio
+from wellposed_studies.frontier.method_data import Data, read_text
 from wellposed_studies.frontier.method_launches import cost_over_plain
-from wellposed_studies.frontier.method_runs import KINDS, NANOGPT, Text, Training, read_text, train
+from wellposed_studies.frontier.method_runs import KINDS, NANOGPT, OUR_MODELS, Training, train
 from wellposed_studies.frontier.method_store import Result, Store
 from wellposed_studies.frontier.training_methods import BASELINES, METHODS
 from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict, recipe
@@ -118,38 +119,55 @@ def methods(request: Request) -> Reproduction:
     """
     sizes = sizes_of(request)
     text = read_text(request.data, sizes.limit)
-    store = Store(request.out / f"frontier-methods-{request.scale}.jsonl")
-    chosen = sizes.options.get("methods", METHODS)
-    _train_all(request, sizes, text, store, chosen)
+    return table_of_methods(request, "frontier/methods", sizes, text, KINDS, judge)
+
+
+def table_of_methods(
+    request: Request,
+    study: str,
+    sizes: Sizes,
+    data: Data,
+    kinds: Sequence[str],
+    judged_by: Callable[[Sequence[PairedComparison]], Verdict],
+) -> Reproduction:
+    """Train what is missing of a study, and return its table so far; the first kind is judged."""
+    store = Store(request.out / f"{study.replace('/', '-')}-{request.scale}.jsonl")
+    chosen = list(sizes.options.get("methods", METHODS))
+    _train_all(request, sizes, data, store, chosen, kinds)
 
     by_method = [
         _tried(sizes, kind, name, store.find)
-        for kind in KINDS
+        for kind in kinds
         for name in methods_for(kind, chosen)
     ]
     tried = [item for item in by_method if item.by_rate]
-    ours = [item for item in tried if item.kind == KINDS[0]]
+    judged = [item for item in tried if item.kind == kinds[0]]
     missing = sum(item.missing for item in by_method)
-    reasons = unfinished(missing, len(store.results)) or unfit(ours, text)
+    reasons = unfinished(missing, len(store.results)) or unfit(judged, data)
     holds = None
     if request.scale != "toy" and not reasons:
-        baseline = min((item for item in ours if item.method in BASELINES), key=_mean)
-        rivals = [item for item in ours if item.method not in BASELINES]
-        holds = judge(compared(rivals, baseline))
-    got = "; ".join(_summary(item) for item in ours)
-    criterion = Criterion("", sizes.seeds, "paired t-tests over seeds, Holm-corrected, at 5 %")
+        baseline = min((item for item in judged if item.method in BASELINES), key=_mean)
+        rivals = [item for item in judged if item.method not in BASELINES]
+        holds = judged_by(compared(rivals, baseline))
     rows = [
-        _row(item, cost_columns(training_of(sizes, item.kind, item.method, item.rate), text))
+        _row(item, cost_columns(training_of(sizes, item.kind, item.method, item.rate), data))
         for item in tried
     ]
-    size = size_of_study(sizes, text, max((len(item.runs) for item in ours), default=0))
-    return Reproduction(rows, _panels(tried), got, holds, reasons, criterion, size)
+    return Reproduction(
+        rows,
+        _panels(tried, kinds),
+        "; ".join(_summary(item) for item in judged),
+        holds,
+        reasons,
+        Criterion("", sizes.seeds, "paired t-tests over seeds, Holm-corrected, at 5 %"),
+        size_of_study(sizes, data, max((len(item.runs) for item in judged), default=0)),
+    )
 
 
-def size_of_study(sizes: Sizes, text: Text, seeds: int) -> dict[str, Any]:
+def size_of_study(sizes: Sizes, data: Data, seeds: int) -> dict[str, Any]:
     """Return the size of the row, by `evidence.FIELDS`, with the seeds that have ended."""
     return {
-        "read": f"{len(text.train):,} characters",
+        "read": data.read,
         "width": sizes.width,
         "depth": sizes.layers,
         "steps": sizes.steps,
@@ -160,12 +178,17 @@ def size_of_study(sizes: Sizes, text: Text, seeds: int) -> dict[str, Any]:
 
 
 def methods_for(kind: str, names: Iterable[str]) -> list[str]:
-    """Return the methods of a model; those with options of our model are for it alone."""
-    return [name for name in names if kind == KINDS[0] or not METHODS[name].model]
+    """Return the methods of a model; those with options of our models are for them alone."""
+    return [name for name in names if kind in OUR_MODELS or not METHODS[name].model]
 
 
 def _train_all(
-    request: Request, sizes: Sizes, text: Text, store: Store, chosen: Iterable[str]
+    request: Request,
+    sizes: Sizes,
+    data: Data,
+    store: Store,
+    chosen: Sequence[str],
+    kinds: Sequence[str],
 ) -> None:
     """Train what is missing, every method's first stage before any method's second, until the time is
     over."""
@@ -179,16 +202,15 @@ def _train_all(
         request.announce(
             f"{training.model}, {training.method}, rate {training.rate:g}, seed {training.seed}"
         )
-        return store.find_or(training, partial(train, text=text))
+        return store.find_or(training, partial(train, data=data))
 
-    if request.scale == "mini":
+    if request.scale == "mini" and kinds == KINDS:
         level = fetch(training_of(sizes, NANOGPT, BASELINES[0], rate=LEVEL_RATE))
         if level is not None:
             check_level(level["valid"])
 
-    names = list(chosen)
-    for kind, stage in itertools.product(KINDS, Stage):
-        for name in methods_for(kind, names):
+    for kind, stage in itertools.product(kinds, Stage):
+        for name in methods_for(kind, chosen):
             _tried(sizes, kind, name, fetch, stage)
 
 
@@ -288,9 +310,9 @@ def unfinished(missing: int, ended: int) -> tuple[str, ...]:
     )
 
 
-def unfit(tried: Sequence[Tried], text: Text) -> tuple[str, ...]:
+def unfit(tried: Sequence[Tried], data: Data) -> tuple[str, ...]:
     """Return why nothing is judged: a baseline that is not better than the best constant predictor."""
-    constant = text.constant_loss
+    constant = data.constant_loss
     blind = [
         item.method for item in tried if item.method in BASELINES and not _mean(item) < constant
     ]
@@ -316,11 +338,11 @@ def _mean(item: Tried) -> float:
     return fmean(item.losses)
 
 
-def cost_columns(training: Training, text: Text) -> Row:
+def cost_columns(training: Training, data: Data) -> Row:
     """Return the cost of a step over that of AdamW: CPU time, launches, memory."""
-    cost = cost_over_plain(training, text)
+    cost = cost_over_plain(training, data)
     return {
-        "cpu_ratio": cpu_ratio(training, text),
+        "cpu_ratio": cpu_ratio(training, data),
         "launches": cost.launches,
         "peak_bytes": cost.peak_bytes,
         "kept_bytes": cost.kept_bytes,
@@ -354,9 +376,9 @@ def _summary(item: Tried) -> str:
     )
 
 
-def _panels(tried: Sequence[Tried]) -> list[Panel]:
+def _panels(tried: Sequence[Tried], kinds: Sequence[str]) -> list[Panel]:
     panels = []
-    for kind in KINDS:
+    for kind in kinds:
         curves = [
             Series(item.method, [*item.by_rate], [*item.by_rate.values()], "solid", colour)
             for colour, item in enumerate(item for item in tried if item.kind == kind)
