@@ -14,8 +14,8 @@ from wellposed.errors import ConfigError, ConvergenceError
 from wellposed_lab.statistics import paired_comparison
 from wellposed_studies.frontier import classifiers, method_runs
 from wellposed_studies.frontier import methods as study
-from wellposed_studies.frontier.method_data import Text, read_labelled, read_text
-from wellposed_studies.frontier.method_runs import Training, rate_at, train
+from wellposed_studies.frontier.method_data import Text, Training, read_labelled, read_text
+from wellposed_studies.frontier.method_runs import rate_at, train
 from wellposed_studies.frontier.method_store import Store
 from wellposed_studies.frontier.training_methods import METHODS
 from wellposed_studies.recipe import RECIPES, Request

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wellposed_studies.frontier.method_data import Text
+from wellposed_studies.frontier.method_data import Text, Training
 from wellposed_studies.frontier.method_launches import cost_over_plain, step_cost
-from wellposed_studies.frontier.method_runs import Training
 
 TINY = Training("ours", "AdamW", 1e-2, 0, steps=4, layers=2, width=16, heads=2, block=8, batch=4, warmup=1,
                 decay=0.1)  # fmt: skip

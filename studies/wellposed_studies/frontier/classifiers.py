@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from wellposed_studies.frontier.method_data import read_labelled
-from wellposed_studies.frontier.method_runs import CLASSIFIER
+from wellposed_studies.frontier.method_data import CLASSIFIER, read_labelled
 from wellposed_studies.frontier.methods import judge, table_of_methods
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import Sizes, sizes_at

@@ -8,7 +8,8 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from wellposed_studies.frontier.method_runs import Started, Training, start
+from wellposed_studies.frontier.method_data import Training
+from wellposed_studies.frontier.method_runs import Started, start
 from wellposed_studies.frontier.training_methods import BASELINES
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the methods of `frontier/methods` and `frontier/classifiers` are trained on."""
+"""The numbers and the data of a training of `frontier/methods` or `frontier/classifiers`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,37 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from wellposed_studies.frontier.method_runs import Training
-
+KINDS = ("ours", "llama")
+"""Language models whose methods are compared."""
+CLASSIFIER = "classifier"
+OUR_MODELS = ("ours", CLASSIFIER)
+"""Those that take the options of a method."""
+NANOGPT = "gpt2"
+"""The architecture of nanoGPT, by Hugging Face: the public loss is of this model."""
 TRAIN = 0.9
 """Part of the text that trains; the rest is valid, and there is no test, as in nanoGPT."""
 Batch = Mapping[str, "Tensor"]
 Split = Literal["train", "valid"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that a run depends on, apart from the text."""
+
+    model: str
+    """One of `KINDS`, `CLASSIFIER` or `NANOGPT`."""
+    method: str
+    rate: float
+    seed: int
+    steps: int
+    layers: int
+    width: int
+    heads: int
+    block: int
+    batch: int
+    warmup: int
+    decay: float
+    dropout: float = 0.0
 
 
 class Data(Protocol):
@@ -35,7 +60,7 @@ class Data(Protocol):
 
     @property
     def read(self) -> str:
-        """What is read of train, in words."""
+        """How much of train is read, in words."""
         ...
 
     def batches(self, training: Training, split: Split = "train") -> Iterator[Batch]:

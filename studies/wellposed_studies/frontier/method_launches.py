@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wellposed.plan import Meter
-from wellposed_studies.frontier.method_data import Data
-from wellposed_studies.frontier.method_runs import Training, start
+from wellposed_studies.frontier.method_data import Data, Training
+from wellposed_studies.frontier.method_runs import start
 from wellposed_studies.frontier.training_methods import BASELINES
 
 STEPS_BEFORE = 4

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from wellposed_studies.frontier.method_data import CLASSIFIER, NANOGPT, OUR_MODELS, Training
 from wellposed_studies.frontier.training_methods import METHODS, Attached
 
 if TYPE_CHECKING:
@@ -18,33 +19,6 @@ LAST = 0.1
 """The rate at the end, in units of the largest."""
 CLIP = 1.0
 EVALUATIONS = 4
-KINDS = ("ours", "llama")
-"""Language models whose methods are compared."""
-CLASSIFIER = "classifier"
-OUR_MODELS = ("ours", CLASSIFIER)
-"""Those that take the options of a method."""
-NANOGPT = "gpt2"
-"""The architecture of nanoGPT, by Hugging Face: the public loss is of this model."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """Everything that a run depends on, apart from the text."""
-
-    model: str
-    """One of `KINDS`, `CLASSIFIER` or `NANOGPT`."""
-    method: str
-    rate: float
-    seed: int
-    steps: int
-    layers: int
-    width: int
-    heads: int
-    block: int
-    batch: int
-    warmup: int
-    decay: float
-    dropout: float = 0.0
 
 
 def build(training: Training, data: Data) -> nn.Module:

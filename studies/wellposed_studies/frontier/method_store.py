@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wellposed_studies.frontier.method_runs import Training
+    from wellposed_studies.frontier.method_data import Training
 
 Result = Mapping[str, Any]
 

@@ -16,9 +16,16 @@ from wellposed.errors import ConvergenceError
 from wellposed_lab.charts import Panel, Row, Series
 from wellposed_lab.statistics import PairedComparison, holm_correction, paired_comparison
 from wellposed_studies.frontier.method_costs import cpu_ratio
-from wellposed_studies.frontier.method_data import Data, read_text
+from wellposed_studies.frontier.method_data import (
+    KINDS,
+    NANOGPT,
+    OUR_MODELS,
+    Data,
+    Training,
+    read_text,
+)
 from wellposed_studies.frontier.method_launches import cost_over_plain
-from wellposed_studies.frontier.method_runs import KINDS, NANOGPT, OUR_MODELS, Training, train
+from wellposed_studies.frontier.method_runs import train
 from wellposed_studies.frontier.method_store import Result, Store
 from wellposed_studies.frontier.training_methods import BASELINES, METHODS
 from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict, recipe
