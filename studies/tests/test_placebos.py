@@ -4,6 +4,7 @@ labels of other examples. It is also run with blocks that return their inputs an
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.support.tables import rotated
@@ -17,6 +18,7 @@ from wellposed.nn.transject import TransJectBlock
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.loop.train import train
 from wellposed_studies import study
+from wellposed_studies.frontier import methods
 from wellposed_studies.kim2021 import inverses
 from wellposed_studies.recipe import RECIPES, Request
 
@@ -36,11 +38,15 @@ REFUSED = {
         *(name for name in TRAINED if name.startswith(("mcgrath", "sengupta", "zhang"))),
         *("kim2021/figure-4", "kim2021/figure-5", "kim2021/figure-8", "kim2021/figure-10"),
         *("frontier/characters", "frontier/rates", "frontier/translation", "huang2020/depth"),
+        *("frontier/methods", "frontier/classifiers"),
     },
 }
 """Recipes whose models cannot be built, constrained or measured so; they end in an error."""
 FILE = {"kim2021": "ptb/ptb.char.train.txt.gz"}
-FILE |= dict.fromkeys(("frontier/characters", "frontier/rates"), "text/tinyshakespeare.txt.gz")
+FILE |= dict.fromkeys(
+    ("frontier/characters", "frontier/methods", "frontier/rates"), "text/tinyshakespeare.txt.gz"
+)
+FILE["frontier/classifiers"] = "ag_news"
 """The file of a paper or an artefact that reads only one."""
 
 
@@ -74,10 +80,41 @@ def placebo(name):
     return trained
 
 
+class AlteredData:
+    """Data of `frontier/methods` whose losses see other answers."""
+
+    def __init__(self, data, alter):
+        self.data = data
+        self.alter = alter
+
+    def __getattr__(self, name):
+        return getattr(self.data, name)
+
+    def loss(self, model, batch):
+        def altered_model(**inputs):
+            return SimpleNamespace(logits=self.alter(model(**inputs).logits))
+
+        return self.data.loss(altered_model, batch)
+
+
+def placebo_of_methods(name):
+    """Return a training of `frontier/methods` whose models learn nothing."""
+
+    def trained(training, data, compute=methods.train):
+        rate = 1e-12 if name == "untrained" else training.rate
+        return compute(replace(training, rate=rate), AlteredData(data, PLACEBOS[name]))
+
+    return trained
+
+
 def block_placebo(kind, data, folder, monkeypatch):
     """Let every model be trained with blocks that return their inputs, or without blocks; return the
     data."""
     if kind == "no blocks":
+        without = methods.train
+        monkeypatch.setattr(
+            methods, "train", lambda training, data: without(replace(training, layers=0), data)
+        )
         keywords = models.model_keywords
         monkeypatch.setattr(
             models, "model_keywords", lambda options: keywords(options) | {"num_hidden_layers": 0}
@@ -124,6 +161,7 @@ def outs(tmp_path_factory):
 def test_models_that_learned_nothing_earn_no_verdict(name, kind, sources, outs, monkeypatch):
     """By what they learned alone: all count as levelled off, and the reason is named."""
     monkeypatch.setattr(study, "train_planned", placebo(kind))
+    monkeypatch.setattr(methods, "train", placebo_of_methods(kind))
     monkeypatch.setattr(study.FinishedRun, "settled", True)
     result = verdict(name, outs[kind], sources)
     assert result.holds is None

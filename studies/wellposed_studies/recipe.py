@@ -129,8 +129,6 @@ class Recipe:
     """Data read if none is given; empty if it reads none or requires some."""
     power: Callable[[Request], Mapping[str, Any]] | None = None
     """Smallest effect that its verdict can detect, before training; None if it is not stated."""
-    trains: bool = False
-    """Whether it trains models, although its power and the size of a paper are not known."""
 
     @property
     def claim(self) -> str:
@@ -157,7 +155,7 @@ class Recipe:
         An encoder of the user is not the encoder of the paper, at any scale.
         """
         smaller = scale != "paper" or self.is_ours or encoder is not None
-        trains = self.trains or self.power is not None or self.paper_size is not None
+        trains = self.power is not None or self.paper_size is not None
         return "trained" if trains and smaller else "mathematics"
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from wellposed_studies.frontier.method_data import CLASSIFIER, read_labelled
-from wellposed_studies.frontier.methods import judge, table_of_methods
+from wellposed_studies.frontier.methods import DIFFERENCE, GATE, RIVALS, judge, table_of_methods
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import Sizes, sizes_at
+from wellposed_studies.verdicts import Power
 
 
 def sizes_of(request: Request) -> Sizes:
@@ -16,7 +17,9 @@ def sizes_of(request: Request) -> Sizes:
     "frontier/classifiers",
     folders=("ag_news",),
     takes=("data", "minutes"),
-    trains=True,
+    power=Power(
+        sizes_of, DIFFERENCE, 0.02, "a first look at AdamW and Muon", tests=len(RIVALS), gate=GATE
+    ),
     builtin="sentences about code or networks that ship with Python",
 )
 def classifiers(request: Request) -> Reproduction:

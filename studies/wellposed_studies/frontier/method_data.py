@@ -59,6 +59,12 @@ class Data(Protocol):
         ...
 
     @property
+    def pairs_loss(self) -> float | None:
+        """The loss on valid of a table of pairs of tokens, which blocks that return their inputs can
+        learn; None for a classifier."""
+        ...
+
+    @property
     def read(self) -> str:
         """How much of train is read, in words."""
         ...
@@ -93,6 +99,17 @@ class Text:
     def constant_loss(self) -> float:
         """The entropy of the tokens of valid."""
         return _entropy(self.valid)
+
+    @property
+    def pairs_loss(self) -> float:
+        """The loss of the counts of pairs in train, each increased by one."""
+        import torch
+
+        size = self.vocabulary
+        pairs = self.train[:-1] * size + self.train[1:]
+        counts = 1.0 + torch.bincount(pairs, minlength=size * size).double().view(size, size)
+        logs = (counts / counts.sum(1, keepdim=True)).log()
+        return -float(logs[self.valid[:-1], self.valid[1:]].mean())
 
     def batches(self, training: Training, split: Split = "train") -> Iterator[Batch]:
         """Yield random windows of the text."""
@@ -147,6 +164,7 @@ class LabelledTexts:
     """Texts with labels, of the task ``text_classification``."""
 
     task: Any
+    pairs_loss: None = None
 
     @property
     def vocabulary(self) -> int:

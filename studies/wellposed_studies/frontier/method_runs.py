@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ LAST = 0.1
 """The rate at the end, in units of the largest."""
 CLIP = 1.0
 EVALUATIONS = 4
+BATCHES = 8
+"""Of train, to see whether blocks are needed."""
 
 
 def build(training: Training, data: Data) -> nn.Module:
@@ -163,8 +166,28 @@ def evaluate(started: Started) -> float:
     return total / rows
 
 
+def needs_blocks(started: Started) -> bool:
+    """Return whether the loss on train rises if the blocks return their inputs, as `blocks.needs_blocks`."""
+    import torch
+
+    from wellposed_studies.blocks import skipped_blocks
+
+    batches = list(itertools.islice(started.data.batches(started.training), BATCHES))
+
+    @torch.no_grad()
+    def loss() -> float:
+        placed = (on_device(batch, started.device) for batch in batches)
+        return sum(float(started.data.loss(started.model, batch)) for batch in placed)
+
+    started.model.eval()
+    trained = loss()
+    with skipped_blocks(started.model):
+        return not loss() <= trained
+
+
 def at_the_end(started: Started) -> dict[str, Any]:
-    """Return the largest singular value of the layers, the largest logit, and the certified bound."""
+    """Return the largest singular value of the layers, the largest logit, the certified bound, and
+    whether the blocks are needed."""
     import torch
 
     from wellposed.measurement import Monitor, worst_vitals
@@ -188,6 +211,7 @@ def at_the_end(started: Started) -> dict[str, Any]:
         "sigma_max": max(sizes, default=None),
         "logit_max": vitals.get("vital/logit_max"),
         "certified": certified_bound(model, started.training),
+        "needs_blocks": needs_blocks(started),
     }
 
 

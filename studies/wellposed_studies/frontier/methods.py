@@ -31,10 +31,17 @@ from wellposed_studies.frontier.training_methods import BASELINES, METHODS
 from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict, recipe
 from wellposed_studies.run_sizes import NO_DECODING
 from wellposed_studies.study import Sizes, mean_se, sizes_at
-from wellposed_studies.verdicts import gain, some
+from wellposed_studies.verdicts import Power, gain, some
 
 LEAST = 0.02
 """Smallest gain over the better baseline, in nats, that counts."""
+DIFFERENCE = "loss on valid, in nats"
+RIVALS = [name for name in METHODS if name not in BASELINES]
+GATE = (
+    "nothing is judged before AdamW and Muon need their blocks, and are better than the best constant and"
+    " than a table of pairs of tokens. Trainings of equal steps are compared, levelled off or not"
+)
+"""What the baselines have to be, in words, of `unfit`."""
 NEAR = 0.05
 """A rate is good within this many nats of the method's best."""
 LEVEL = 1.88
@@ -100,7 +107,9 @@ def sizes_of(request: Request) -> Sizes:
     "frontier/methods",
     folders=("text/tinyshakespeare.txt.gz",),
     takes=("data", "minutes"),
-    trains=True,
+    power=Power(
+        sizes_of, DIFFERENCE, 0.008, "AdamW and Muon in this study", tests=len(RIVALS), gate=GATE
+    ),
     builtin="English prose that ships with Python",
 )
 def methods(request: Request) -> Reproduction:
@@ -117,8 +126,9 @@ def methods(request: Request) -> Reproduction:
         width 384, for a GPU.
     Note: rates are tried by half decades with one seed, and up to {WIDER} more at each end while the best
         is there. Decay is 0.1 for every method that reads it.
-    Note: nothing is judged unless both baselines are better than the best constant predictor. Losses do
-        not level off in so few steps: equal steps are compared, not ends of training.
+    Note: nothing is judged unless both baselines need their blocks, and are better than the best constant
+        and a table of pairs of characters. Losses do not level off in so few steps: equal steps are
+        compared, not ends of training.
     Note: good rates are those within {NEAR:g} nats of the method's best; cold is without warm-up, deep is
         24 layers in a quarter of the steps, both with one seed at the best rate. Every training is a
         line of frontier-methods-SCALE.jsonl beside the row. With --minutes it stops in time, the row
@@ -152,7 +162,7 @@ def table_of_methods(
     missing = sum(item.missing for item in by_method)
     reasons = unfinished(missing, len(store.results)) or unfit(judged, data)
     holds = None
-    if request.scale != "toy" and not reasons:
+    if not reasons:
         baseline = min((item for item in judged if item.method in BASELINES), key=_mean)
         rivals = [item for item in judged if item.method not in BASELINES]
         holds = judged_by(compared(rivals, baseline))
@@ -318,16 +328,25 @@ def unfinished(missing: int, ended: int) -> tuple[str, ...]:
 
 
 def unfit(tried: Sequence[Tried], data: Data) -> tuple[str, ...]:
-    """Return why nothing is judged: a baseline that is not better than the best constant predictor."""
-    constant = data.constant_loss
-    blind = [
-        item.method for item in tried if item.method in BASELINES and not _mean(item) < constant
+    """Return why nothing is judged: a baseline that learned too little, or that needs no blocks."""
+    baselines = [item for item in tried if item.method in BASELINES]
+    reasons = []
+    bars = {"a constant predictor": data.constant_loss, "a table of pairs": data.pairs_loss}
+    for bar, loss in bars.items():
+        blind = [item.method for item in baselines if loss is not None and not _mean(item) < loss]
+        if blind:
+            reasons.append(f"not judged: {', '.join(blind)} not better than {bar} ({loss:.3f})")
+
+    idle = [
+        item.method
+        for item in baselines
+        if any(run.get("needs_blocks") is False for run in item.runs)
     ]
-    if not blind:
-        return ()
-    return (
-        f"not judged: {', '.join(blind)} not better than a constant predictor ({constant:.3f})",
-    )
+    if idle:
+        reasons.append(
+            f"not judged: {', '.join(idle)} as good on train with blocks that return their inputs"
+        )
+    return tuple(reasons)
 
 
 def compared(rivals: Sequence[Tried], baseline: Tried) -> list[PairedComparison]:
