@@ -169,9 +169,20 @@ def test_models_that_learned_nothing_earn_no_verdict():
     even = math.log(7)
     assert TEXT.constant_loss == pytest.approx(even, rel=1e-2)
     blind = tried("AdamW", [even + 0.1] * 3)
-    (reason,) = study.unfit([blind, tried("Muon", [1.0] * 3), tried("x", [9.0] * 3)], TEXT)
-    assert "not judged: AdamW not better than a constant" in reason
-    assert study.unfit([tried("AdamW", [1.0] * 3)], TEXT) == ()
+    constant, pairs = study.unfit([blind, tried("Muon", [1.0] * 3), tried("x", [9.0] * 3)], TEXT)
+    assert "not judged: AdamW not better than a constant" in constant
+    assert "not judged: AdamW, Muon not better than a table of pairs" in pairs
+    assert study.unfit([tried("AdamW", [TEXT.pairs_loss - 0.01] * 3)], TEXT) == ()
+
+
+def test_the_table_of_pairs_is_counted_by_hand_and_idle_blocks_are_named():
+    text = Text(torch.tensor([0, 1, 0, 1, 0, 2]), torch.tensor([0, 1, 0]), 3)
+    # After 0 came 1, 1, 2 and after 1 came 0, 0, each count increased by one.
+    assert text.pairs_loss == pytest.approx(-(math.log(3 / 6) + math.log(3 / 5)) / 2)
+    idle = tried("Muon", [0.0] * 3)
+    idle.runs[1]["needs_blocks"] = False
+    (reason,) = study.unfit([idle], text)
+    assert reason == "not judged: Muon as good on train with blocks that return their inputs"
 
 
 def test_the_page_quotes_the_trainings_that_are_kept():

@@ -41,7 +41,7 @@ GATE = (
     "nothing is judged before AdamW and Muon need their blocks, and are better than the best constant and"
     " than a table of pairs of tokens. Trainings of equal steps are compared, levelled off or not"
 )
-"""What the baselines have to be, in words, of `unfit`."""
+"""The conditions of `unfit`, in words."""
 NEAR = 0.05
 """A rate is good within this many nats of the method's best."""
 LEVEL = 1.88
