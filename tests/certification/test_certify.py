@@ -235,8 +235,8 @@ def test_half_precision_says_that_rounding_is_not_covered():
 
 def test_a_contractive_layer_certifies_its_constant_up_to_its_length():
     layer = L2SelfAttention(8, 2, contractive=0.7, max_tokens=10).eval()
-    assert certify(layer, seq_len=10).total <= 0.7
-    assert certify(layer, seq_len=10).total > 0.6
+    # It divides by the bound of B3, which is up to a fifth above that of B24.
+    assert 0.56 < certify(layer, seq_len=10).total < 0.6
     assert math.isfinite(certify(layer, seq_len=10, norm=2).total)
     over = certify(layer, seq_len=11)
     assert over.total == math.inf

@@ -13,6 +13,7 @@ HEADS = 2
 WIDTH = 4
 CONSTANTS = l2_constants(5)
 C = CONSTANTS.c
+E = CONSTANTS.row_excess
 
 
 def blocks(sizes):
@@ -29,13 +30,13 @@ def layer(reads, mixes, writes):
 
 
 def by_scales(reads, paths, scales, norm):
-    """|C| ((1 + 2c) sqrt(sum |W_h|^2/s_h^2) + 2c |[W_h/s_h]|), or in norm 2 |C| |[W_h/s_h]| times
+    """|C| ((1 + 2e) sqrt(sum |W_h|^2/s_h^2) + 2c |[W_h/s_h]|), or in norm 2 |C| |[W_h/s_h]| times
     the bracket."""
     written = max(s * path for s, path in zip(scales, paths, strict=True))
     read = [w / s for w, s in zip(reads, scales, strict=True)]
     if norm == 2:
         return written * max(read) * CONSTANTS.bracket(2)
-    return written * ((1 + 2 * C) * math.hypot(*read) + 2 * C * max(read))
+    return written * ((1 + 2 * E) * math.hypot(*read) + 2 * C * max(read))
 
 
 CASES = [

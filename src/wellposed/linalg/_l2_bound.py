@@ -66,7 +66,7 @@ class L2Layer:
     >>> W = torch.eye(4).reshape(1, 4, 4)
     >>> layer = L2Layer(W, W, W)
     >>> [round(float(layer.bound(l2_constants(2), norm=norm).value), 3) for norm in ("tok", 2)]
-    [2.114, 2.339]
+    [1.797, 2.339]
     """
 
     def __init__(
@@ -184,7 +184,8 @@ class L2Layer:
         if norm == 2:
             return write * read * constants.bracket(2)
         heads_apart = (self.read / scales).square().sum().sqrt()
-        return write * ((1 + 2 * constants.c) * heads_apart + 2 * constants.c * read)
+        rows = (1 + 2 * constants.row_excess) * heads_apart
+        return write * (rows + 2 * constants.c * read)
 
     def _stack_norms(self, form: str, guess: bool) -> tuple[Tensor, Tensor]:
         """Return ``|stack_h s_h C_h|`` and ``|[W_h / s_h]|``."""

@@ -9,7 +9,7 @@ Sources: Kim, Papamakarios, Mnih (2021), Theorem 3.2; theory notes B1 to B3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown_name
@@ -47,7 +47,7 @@ def phi_inverse(mass: float) -> float:
 
 @dataclass(frozen=True)
 class L2Constants:
-    """The three numbers in every bound of L2 self-attention (theory note B3), from `l2_constants`.
+    """The numbers in every bound of L2 self-attention (theory notes B3, B24), from `l2_constants`.
 
     Here ``c = max_i phi^-1(M_i)``. The largest column sum of ``P`` is at most ``column_mass``, that
     of ``P_ij t_ij`` at most ``column_moment``; ``t`` is the scaled squared distance.
@@ -56,16 +56,24 @@ class L2Constants:
     c: float
     column_mass: float
     column_moment: float
+    row_excess: float
+    """Bound of the mean of ``max(t - 1, 0)`` over a row of ``P``; ``c`` bounds that of ``t``."""
+
+    def without_joint_keys(self) -> L2Constants:
+        """Return the constants of B3, which adds averages and keys: contractive layers divide by
+        its bound, so that they compute what they did in earlier versions."""
+        return replace(self, row_excess=self.c)
 
     def bracket(self, norm: Norm = "tok", *, head_dim: int | None = None) -> float:
         """Return the factor in ``norm`` of one head of value ``P Z R`` and weights of norm 1.
 
-        In tok ``1 + 4c``; in 2 ``sqrt(colP) + 2c + 2 sqrt(c colT)`` (B3); in inf ``1 + 2c (1 +
-        sqrt d)`` (B1). `ConfigError` for ``"inf"`` without ``head_dim``, or an unknown norm.
+        In tok ``1 + 2e + 2c`` with e = ``row_excess`` (B24).
+        In 2 ``sqrt(colP) + 2c + 2 sqrt(c colT)`` (B3). In inf ``1 + 2c (1 + sqrt d)`` (B1).
+        `ConfigError` for ``"inf"`` without ``head_dim``, or an unknown norm.
         """
         check_norm(norm)
         if norm == "tok":
-            return 1 + 4 * self.c
+            return 1 + 2 * self.row_excess + 2 * self.c
         if norm == 2:
             spread = math.sqrt(self.c * self.column_moment)
             return math.sqrt(self.column_mass) + 2 * self.c + 2 * spread
@@ -77,7 +85,7 @@ class L2Constants:
 
 
 def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
-    """Return ``c``, ``colP``, ``colT`` for a 0/1 mask that keeps the diagonal (B3).
+    """Return ``c``, ``colP``, ``colT`` and the excess for a 0/1 mask that keeps the diagonal (B3).
 
     Status: certified for every input of at most ``seq_len`` tokens. With ``mask="full"`` or
     ``"causal"`` padding is allowed if padded queries attend to themselves alone. Causal windows
@@ -105,7 +113,10 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
         e = 1.0 if n < math.e**2 else 2 / math.log(n)
         mass = min(mass, math.sqrt(s * n))
         moment = min(moment, math.sqrt(s * n) * n ** (e / 2) / (math.e * e))
-    return L2Constants(phi_inverse(float(n - 1)), mass, moment)
+    others = float(n - 1)
+    # e exp(e) = M / 2.71828^2; the margin covers the division.
+    excess = phi_inverse(others / math.e) * (1 + 1e-14)
+    return L2Constants(phi_inverse(others), mass, moment, excess)
 
 
 def kim_bracket(seq_len: int, *, norm: Literal["inf", 2], head_dim: int) -> float:

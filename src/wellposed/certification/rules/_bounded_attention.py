@@ -67,7 +67,9 @@ def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) 
     # A layer with an all-zero weight is not scaled up to its constant: its bound is 0.
     full = all(bool(weight.any()) for weight in module.parameters() if weight.ndim > 1)
     sharp = module.bound == "sharp"
-    if full and sharp and (module.norm, module.max_tokens) == (context.norm, context.seq_len):
+    # In tok a bound below the divisor is proved (B24); in other norms both are the same.
+    same = (module.norm, module.max_tokens) == (context.norm, context.seq_len)
+    if full and sharp and same and context.norm != "tok":
         value = float(module.contractive or math.inf)
     else:
         asked = {"norm": check_norm(context.norm), "mask": context.mask, "layers": layers}

@@ -313,7 +313,8 @@ class L2SelfAttention(CheckedModule):
 
         l2_bound.check_covered(num_tokens, self.max_tokens)
         bounds: list[Tensor] = []
-        for kind in MASK_KINDS if mask == "any" else (mask,):
+        depends_on_mask = 2 in (norm, self.norm)
+        for kind in MASK_KINDS if mask == "any" and depends_on_mask else (mask,):
             # The power of two that both layers are divided by cancels.
             divisor = self._divisor(by_call, self.max_tokens, kind).double()
             bound = exact.unit_bound(l2_constants(num_tokens, mask=kind), norm=norm).value.double()

@@ -196,7 +196,8 @@ def divisor(
     ``weights`` are those of `q_proj`, `o_proj` and `v_proj`. Only ``bound="kim2021"`` reads them
     (Kim et al. 2021, Theorem 3.2).
     """
-    sharp = layer.unit_bound(l2_constants(num_tokens, mask=mask), norm=norm).value
+    constants = l2_constants(num_tokens, mask=mask).without_joint_keys()
+    sharp = layer.unit_bound(constants, norm=norm).value
     if bound == "sharp":
         return sharp
 
