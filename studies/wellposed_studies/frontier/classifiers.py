@@ -18,7 +18,7 @@ def sizes_of(request: Request) -> Sizes:
     folders=("ag_news",),
     takes=("data", "minutes"),
     power=Power(
-        sizes_of, DIFFERENCE, 0.02, "a first look at AdamW and Muon", tests=len(RIVALS), gate=GATE
+        sizes_of, DIFFERENCE, 0.012, "three seeds of AdamW and Muon", tests=len(RIVALS), gate=GATE
     ),
     builtin="sentences about code or networks that ship with Python",
 )

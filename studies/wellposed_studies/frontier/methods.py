@@ -214,8 +214,10 @@ def _train_all(
         ends = monotonic() + 60 * float(request.minutes)
 
     def fetch(training: Training) -> Result | None:
-        if store.find(training) is None and monotonic() > ends:
-            return None
+        ended = store.find(training)
+        if ended is not None or monotonic() > ends:
+            return ended
+
         request.announce(
             f"{training.model}, {training.method}, rate {training.rate:g}, seed {training.seed}"
         )
