@@ -286,8 +286,9 @@ class TransJectOptions(PartOptions):
 
     num_experts: Size = 1
     """Number of experts in a layer of TransJect."""
-    spectrum: Literal["gram", "random"] = "gram"
-    """Spectrum of TransJect's attention: estimated from embedded tokens, or a learnt vector."""
+    spectrum: Literal["gram", "random", "redrawn"] = "gram"
+    """Spectrum of TransJect's attention: estimated from embedded tokens, a learnt vector, or a vector
+    drawn anew in each pass, in evaluation too."""
     spectrum_norm: Literal["max", "trace"] = "max"
     """Divisor of a Gram spectrum; trace gives the whole map a certificate."""
     feedforward_bias: bool = False

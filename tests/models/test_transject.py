@@ -103,7 +103,7 @@ def test_what_transject_has_not_is_named_with_what_to_set_instead():
     assert "num_hidden_layers = 100000000, expected an integer >=" in str(caught.value)
     assert "num_labels = 100000000, expected an integer >= 1 and <" in str(caught.value)
     assert "hidden_size = 15, expected an even number" in str(caught.value)
-    assert "spectrum = 'gran', expected 'gram' or 'random'" in str(caught.value)
+    assert "spectrum = 'gran', expected 'gram', 'random' or 'redrawn'" in str(caught.value)
     assert "num_attention_heads: unknown key; Gram attention has no heads: set num_experts" in str(
         caught.value
     )

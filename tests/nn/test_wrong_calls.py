@@ -102,6 +102,7 @@ BUILT = {
     wn.GramAttention: {"embed_dim": 8},
     wn.GramSpectrum: {"embed_dim": 8},
     wn.LearnedSpectrum: {"embed_dim": 8},
+    wn.DrawnSpectrum: {"embed_dim": 8},
     wn.ExpertMixture: {"embed_dim": 8, "num_experts": 2},
     wn.InjectiveResidual: {"num_layers": 2},
     wn.TransJectBlock: {"embed_dim": 8, "num_layers": 2},

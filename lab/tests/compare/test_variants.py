@@ -148,9 +148,15 @@ def test_the_value_of_transject_scales_the_learning_rate():
 KWARGS = {"vocab_size": 11, "hidden_size": 8}
 
 
-@pytest.mark.parametrize("spectrum", ["gram", "random"])
-def test_every_orthogonal_weight_of_a_model_is_held(spectrum):
-    variant = {"gram": "transject", "random": "transject_random"}[spectrum]
+SPECTRA = {
+    "gram": "transject",
+    "random": "transject_random",
+    "redrawn": "transject_redrawn",
+}
+
+
+@pytest.mark.parametrize(("spectrum", "variant"), SPECTRA.items())
+def test_every_orthogonal_weight_of_a_model_is_held(spectrum, variant):
     config = apply_variant(variant, RunConfig("listops"))
     model = build_model("transject", "causal_lm", spectrum=spectrum, num_experts=2, **KWARGS)
     assert set(config.constrain.patterns) == {*model.orthogonal_patterns(), *EMBEDDING}

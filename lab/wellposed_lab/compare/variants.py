@@ -513,7 +513,15 @@ def transject_random(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig
     return _constrained(_transject(base, "random", rate), TRANSJECT_WEIGHTS + EMBEDDING)
 
 
-def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float) -> RunConfig:
+@VARIANTS.register("transject_redrawn")
+def transject_redrawn(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
+    """TransJect, its spectrum drawn in each pass as in the authors' code; rate 50 (or value) x the base's."""
+    return _constrained(_transject(base, "redrawn", rate), TRANSJECT_WEIGHTS + EMBEDDING)
+
+
+def _transject(
+    base: RunConfig, spectrum: Literal["gram", "random", "redrawn"], rate: float
+) -> RunConfig:
     config = _with_model(base, architecture="transject", residual="rezero", spectrum=spectrum)
     return replace(config, train=_faster(base.train, rate))
 

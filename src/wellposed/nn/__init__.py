@@ -72,6 +72,7 @@ from wellposed.nn.invertible import LogDeterminant as LogDeterminant
 from wellposed.nn.invertible import ReversibleSequential as ReversibleSequential
 from wellposed.nn.invertible import frozen as frozen
 from wellposed.nn.transject import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS
+from wellposed.nn.transject import DrawnSpectrum as DrawnSpectrum
 from wellposed.nn.transject import ExpertMixture as ExpertMixture
 from wellposed.nn.transject import GramAttention as GramAttention
 from wellposed.nn.transject import GramSpectrum as GramSpectrum

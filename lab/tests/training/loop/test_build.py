@@ -46,6 +46,28 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, to):
     assert_resumed_bit_for_bit(config, tmp_path)
 
 
+@pytest.mark.parametrize("eval_every", [1, 4])
+def test_draws_of_an_evaluation_move_no_training_and_a_resumed_run_repeats_them(
+    tmp_path, eval_every
+):
+    options = {"steps": 4, "batch_size": 8, "checkpoint_every": 2, "keep_checkpoints": 2}
+    texts = {"limit_chars": 3000, "seq_len": 16}
+    model = ModelOptions(hidden_size=8, num_hidden_layers=1)
+    plain = stub.make_config(**options, eval_every=4, learning_rate=1e-3)
+    base = replace(plain, task="char_lm", task_options=texts, model=model)
+    config = apply_variant("transject_redrawn", base)
+    usual = train(config, tmp_path / "usual", progress=False).result
+    often = replace(config, train=replace(config.train, eval_every=eval_every))
+    run = tmp_path / "run"
+    again = tmp_path / "again"
+    first = train(often, run, progress=False).result
+    shutil.copytree(run, again, ignore=shutil.ignore_patterns("final", "checkpoint-4", "result.*"))
+    second = train(often, again, resume="auto", progress=False).result
+    assert same(final(tmp_path / "usual"), final(run))
+    assert same(final(run), final(again))
+    assert usual["results"] == first["results"] == second["results"]
+
+
 @pytest.mark.slow
 def test_dt_fixup_reads_the_longest_token_and_a_resumed_run_is_not_scaled_twice(tmp_path):
     options = {"steps": 2, "batch_size": 8, "checkpoint_every": 1, "keep_checkpoints": 2}

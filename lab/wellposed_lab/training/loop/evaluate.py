@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     """Return the metrics of the current weights on ``split``, or its configured first batches.
 
     Status: exact. Sums are added in float64 over batches and processes, for any batch size. Every
-    process runs the model equally often; extra batches are not counted. Dropout is off, no random
-    number is drawn, and the model's mode is restored.
+    process runs the model equally often; extra batches are not counted. Dropout is off, and a model
+    that draws in evaluation draws by the run's seed, apart from training. The mode is restored.
 
     Raises:
         Cancelled: the run was asked to stop.
@@ -58,7 +59,8 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
                 raise Cancelled
             batch = run.task.collate([dataset[member] for member in members])
             batch = batches.to_device(batch, accelerator.device)
-            sums = _batch_sums(run, batch)
+            with own_draws(run.options.seed + number):
+                sums = _batch_sums(run, batch)
             if number * world + rank >= len(order):
                 sums = dict.fromkeys(sums, (0.0, 0.0))
             if not bad and not math.isfinite(sums["loss"][0]):
@@ -87,6 +89,14 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     return Evaluation({"loss": loss, **metrics}, sum(map(len, order)))
 
 
+@contextmanager
+def own_draws(seed: int) -> Iterator[None]:
+    """Seed torch's generator of the CPU, and restore it: what is drawn inside moves no later draw."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 @torch.no_grad()
 def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
     with steps.autocast(run.parts.accelerator.device, run.options):
@@ -109,7 +119,8 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
             raise Cancelled
 
     size = min(GENERATE_BATCH, run.options.batch_size)
-    scores = run.task.generate_metrics(run.parts.model, split, batch_size=size, notify=notify)
+    with own_draws(run.options.seed):
+        scores = run.task.generate_metrics(run.parts.model, split, batch_size=size, notify=notify)
     return {name: float(value) for name, value in scores.items()}
 
 

@@ -23,6 +23,7 @@ from wellposed.nn import (
     BallProjection,
     CosineCrossAttention,
     DecoderBlock,
+    DrawnSpectrum,
     DynamicErf,
     DynamicTanh,
     ExpertMixture,
@@ -129,6 +130,10 @@ _PADDING = (
 )
 
 
+_TWO_MAPS = (
+    "its sigma is drawn anew in each pass, so two passes are two maps; build the stack with"
+    " spectrum='random', whose sigma is learnt"
+)
 _PARTS = (
     GramSpectrum, LearnedSpectrum, TransJectBlock, ExpertMixture, GramAttention, OrthogonalFeedForward,
     InjectiveResidual,
@@ -162,7 +167,8 @@ def _feedforward(module: OrthogonalFeedForward, context: RuleContext) -> LayerBo
 @register_rule(Stack)
 def _stack(module: Stack, context: RuleContext) -> LayerBound:
     """Follow the recursion of statement B, and of C if sigma and gates depend on the input (B8)."""
-    reason = _refusal(module, context)
+    drawn = isinstance(module.spectrum, DrawnSpectrum)
+    reason = _TWO_MAPS if drawn else _refusal(module, context)
     if reason is not None:
         return context.refuse(reason)
     for part in module.modules():

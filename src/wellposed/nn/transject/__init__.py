@@ -1,6 +1,7 @@
 """TransJect: attention through a spectrum, orthogonal maps, injective embeddings."""
 
 from wellposed.nn.transject._block import TransJectBlock as TransJectBlock
+from wellposed.nn.transject._gram import DrawnSpectrum as DrawnSpectrum
 from wellposed.nn.transject._gram import ExpertMixture as ExpertMixture
 from wellposed.nn.transject._gram import Gating as Gating
 from wellposed.nn.transject._gram import GramAttention as GramAttention

@@ -187,9 +187,9 @@ class GramSpectrum(ResetByParts):
 class LearnedSpectrum(CheckedModule):
     """`sigma = tanh(w)`, w (d,) a parameter, normal at the start: `|sigma| <= 1` for all inputs.
 
-    Exact; only rounding reaches 1. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2; the
-    released code draws sigma in every forward pass, in evaluation too. Tokens then interact only
-    through the gates, and with one expert or fixed gates not at all.
+    Exact; only rounding reaches 1. "Random-TransJect" of Sengupta et al. (2023) as sec. 3.2 has it;
+    `DrawnSpectrum` is that of their code. Tokens then interact only through the gates, and with one
+    expert or fixed gates not at all.
 
     Args:
         embed_dim: Width d, an integer of at least 1, else ConfigError.
@@ -211,6 +211,50 @@ class LearnedSpectrum(CheckedModule):
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         """Return sigma, (d,), in the dtype of x; all options are ignored."""
         return self.weight.tanh().to(x.dtype)
+
+
+_DRAWN = "sigma"
+"""Place of a drawn sigma in a cache."""
+
+
+class DrawnSpectrum(CheckedModule):
+    """`sigma = tanh(u) / max tanh(u)`, u uniform on [0, 1)^d: drawn in each pass, nothing is learnt.
+
+    Exact; entries are in [0, 1], the largest is 1. "Random-TransJect" as the released code of
+    Sengupta et al. (2023) has it, in training and in evaluation. One draw serves all sequences of a
+    pass, and a cache keeps that of its first pass. The draw is from torch's generator of the CPU, so
+    `torch.manual_seed` repeats it on each device. Two passes are two maps: `certify` refuses them,
+    and an inverse needs the sigma of its pass.
+
+    Args:
+        embed_dim: Width d, an integer of at least 1, else ConfigError.
+
+    When not to use: if one input must have one output; use `LearnedSpectrum`.
+
+    >>> spectrum, x = DrawnSpectrum(8).eval(), torch.randn(2, 5, 8)
+    >>> bool(spectrum(x).max() == 1), bool((spectrum(x) == spectrum(x)).all())
+    (True, False)
+    """
+
+    def __init__(self, embed_dim: Size) -> None:
+        super().__init__()
+        self.embed_dim = embed_dim
+
+    def reset_parameters(self) -> None:
+        """Do nothing: it has no weights."""
+
+    def forward(self, x: Tensor, *, cache: TransJectCache | None = None, **_: Any) -> Tensor:
+        """Return sigma, (d,), in the dtype of x: the cached one, or a draw; x only gives its shape."""
+        if cache is not None and _DRAWN in cache.last_sums:
+            return cache.last_sums[_DRAWN][0].to(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # On the CPU, so that a seed means the same draw on every device.
+        sizes = torch.rand(self.embed_dim, dtype=wide, device="cpu").tanh()
+        sigma = (sizes / sizes.amax()).to(x)
+        if cache is not None:
+            # A row for each sequence, as beam search selects rows.
+            cache.last_sums[_DRAWN] = sigma.expand(len(x), -1)
+        return sigma
 
 
 def check_padding(

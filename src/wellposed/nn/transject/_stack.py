@@ -17,6 +17,7 @@ from wellposed.nn._recompute import once
 from wellposed.nn.invertible import Inversion, ReversibleSequential
 from wellposed.nn.transject._block import TransJectBlock
 from wellposed.nn.transject._gram import (
+    DrawnSpectrum,
     Gating,
     GramSpectrum,
     LearnedSpectrum,
@@ -27,7 +28,7 @@ from wellposed.nn.transject._gram import (
 from wellposed.nn.transject._parts import ResetByParts, ResidualStart
 from wellposed.options import Ge, Rate, Size
 
-SpectrumKind = Literal["gram", "random"]
+SpectrumKind = Literal["gram", "random", "redrawn"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TransJectOutput:
     last_hidden_state: Tensor
     """(batch, tokens, d)."""
     sigma: Tensor
-    """(batch, d); causal (batch, tokens, d); learnt (d,)."""
+    """(batch, d); causal (batch, tokens, d); learnt or drawn (d,)."""
     gates: tuple[Tensor, ...]
     """One per layer: (batch, experts); causal (batch, tokens, experts)."""
     hidden_states: tuple[Tensor, ...] | None = None
@@ -62,7 +63,8 @@ class TransJectStack(ResetByParts):
         embed_dim: Width d.
         num_layers: L; 0 is the control without layers.
         num_experts: As in `TransJectBlock`.
-        spectrum: `"gram"` (`GramSpectrum`) or `"random"` (`LearnedSpectrum`).
+        spectrum: `"gram"` (`GramSpectrum`), `"random"` (`LearnedSpectrum`: drawn once, learnt) or
+            `"redrawn"` (`DrawnSpectrum`: drawn in each pass).
         spectrum_norm: `normalization` of `GramSpectrum`.
         eps: As in `GramSpectrum`; the gates use it too.
         gating: As in `TransJectBlock`.
@@ -108,8 +110,14 @@ class TransJectStack(ResetByParts):
         super().__init__()
         self.embed_dim = embed_dim
         self.is_causal = is_causal
-        gram = partial(GramSpectrum, normalization=spectrum_norm, eps=eps)
-        self.spectrum = gram(embed_dim) if spectrum == "gram" else LearnedSpectrum(embed_dim)
+        kinds: dict[
+            SpectrumKind, Callable[[int], GramSpectrum | LearnedSpectrum | DrawnSpectrum]
+        ] = {
+            "gram": partial(GramSpectrum, normalization=spectrum_norm, eps=eps),
+            "random": LearnedSpectrum,
+            "redrawn": DrawnSpectrum,
+        }
+        self.spectrum = kinds[spectrum](embed_dim)
         gates: dict[str, Any] = {"num_experts": num_experts, "gating": gating, "eps": eps}
         of_layers: dict[str, Any] = {**gates, "residual": residual, "dropout": dropout}
         of_layers["feedforward_bias"] = feedforward_bias
@@ -193,8 +201,8 @@ class TransJectStack(ResetByParts):
     def reconstruction_loss(
         self, x: Tensor, *, key_padding_mask: Tensor | None = None
     ) -> Tensor | None:
-        """Return `GramSpectrum.reconstruction_loss`; None for a learnt spectrum."""
-        if isinstance(self.spectrum, LearnedSpectrum):
+        """Return `GramSpectrum.reconstruction_loss`; None for a learnt or drawn spectrum."""
+        if isinstance(self.spectrum, LearnedSpectrum | DrawnSpectrum):
             return None
         padding = check_padding(key_padding_mask, x)
         return self.spectrum.reconstruction_loss(x, key_padding_mask=padding)
