@@ -21,6 +21,7 @@ from wellposed_studies.rows import (
     verdict_of,
 )
 from wellposed_studies.run_history import RUN_ENTRIES, disagreement, leads, with_history
+from wellposed_studies.run_order import larger_than, order_of_sizes
 from wellposed_studies.run_sizes import size_of
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "reproduction"
@@ -93,7 +94,7 @@ def test_runs_that_disagree_leave_the_row_undecided(tmp_path, monkeypatch):
     assert values["holds"] is False
     assert verdict_of(values) is None
     assert row_words(values) == f"undecided at {short_size(SIZE)}"
-    assert [*disagreement(values["runs"]).values()] == [True, False]
+    assert [verdict for _, verdict in disagreement(values["runs"])] == [True, False]
 
 
 def test_a_verdict_by_other_rules_is_undecided_until_it_is_run_again(tmp_path, monkeypatch):
@@ -111,8 +112,76 @@ def test_the_same_run_is_kept_once_with_its_last_verdict():
     first = {"scale": "mini", "we_got": "a", "protocol": "1", "holds": True}
     second = with_history(with_history(None, first), {**first, "holds": None})
     assert [run["verdict"] for run in second["runs"]] == [None]
-    assert leads(first, "mini")
-    assert not leads(first, "toy")
+    assert leads(first, first)
+    assert not leads(first, {**first, "scale": "toy"})
+
+
+BASE = {"read": "800 texts", "width": 32, "depth": 2, "steps": 400, "batch": 16, "seeds": 3}
+
+
+@pytest.mark.parametrize(
+    ("changed", "other", "order"),
+    [
+        ({}, {}, 0),
+        ({"read": "8,000 texts"}, {}, 1),
+        ({"read": "8,000 texts", "steps": 1, "width": 1, "depth": 1}, {}, 1),
+        ({"steps": 4000, "width": 8, "depth": 1}, {}, 1),
+        ({"width": 8, "depth": 12}, {}, -1),
+        ({"depth": "2, 12"}, {"depth": "2, 6, 12"}, -1),
+        ({"depth": "1, 2"}, {}, 1),
+        ({"steps": "1,406, 3,125"}, {"steps": 3125}, 1),
+        ({"batch": 8}, {}, -1),
+        ({"seeds": 10}, {}, 1),
+        ({"read": "25,600 of 29,000 pairs (Multi30k)"}, {"read": "6,000 pairs"}, 1),
+        (
+            {"read": "all of char_lm (48,000 sentences)"},
+            {"read": "48,000 sentences (about once)"},
+            0,
+        ),
+        ({"width": "384 (as MiniLM-L6)"}, {"width": 64}, 1),
+        ({"width": "as org/encoder"}, {"width": 64}, None),
+        ({"width": "as org/encoder"}, {"width": "as org/encoder"}, 0),
+        ({"read": "all of minbert"}, {"read": "all of minbert", "steps": 1}, 1),
+        ({"read": "all of minbert"}, {"read": "1,500 rows of each set"}, None),
+        ({"read": "8 words"}, {"read": "9 characters"}, None),
+        ({"read": "8 texts; 9 pairs"}, {"read": "8 texts; 7 pairs"}, 1),
+        ({"read": "8 texts; 9 pairs"}, {"read": "9 texts; 7 pairs"}, None),
+    ],
+)
+def test_sizes_are_ordered_by_what_is_read_then_steps_width_depth_batch_seeds(
+    changed, other, order
+):
+    one, two = BASE | changed, BASE | other
+    assert order_of_sizes(one, two) == order
+    assert order_of_sizes(two, one) == (None if order is None else -order)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "decides"),
+    [
+        (("mini", {"read": "900 texts"}), ("mini", {}), 0),
+        (("mini", {}), ("mini", {"read": "900 texts"}), 1),
+        (("mini", {"read": "900 texts"}), ("medium", {}), 0),
+        (("medium", {}), ("mini", {"steps": 500}), 1),
+        (("mini", {}), ("mini", {}), 1),
+        (("medium", {}), ("mini", None), 0),
+        (("mini", None), ("mini", {}), 1),
+        (("mini", {"read": "9 words"}), ("medium", {}), 1),
+    ],
+)
+def test_a_run_that_reads_less_never_decides_at_any_scale(first, second, decides):
+    rows = [
+        {
+            "scale": scale,
+            "we_got": str(number),
+            "holds": None,
+            "size": None if changed is None else BASE | changed,
+        }
+        for number, (scale, changed) in enumerate((first, second))
+    ]
+    row = with_history(with_history(None, rows[0]), rows[1])
+    assert row["we_got"] == str(decides)
+    assert [run["size"] for run in row["runs"]] == [one["size"] for one in rows]
 
 
 @pytest.mark.parametrize("values", COMMITTED, ids=lambda values: values["recipe"])
@@ -129,6 +198,7 @@ def test_committed_rows_have_their_kind_sizes_and_runs_and_rest_on_the_largest(v
         assert all(values["size"].values())
         assert values["paper_size"] == recipe.paper_size
         assert (values["paper_size"] is None) == recipe.is_ours
+        assert not larger_than(values["size"], values["runs"])
         assert "contradicted" not in row_words(values)
     else:
         assert values["size"] is values["paper_size"] is None

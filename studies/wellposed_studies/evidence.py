@@ -64,11 +64,15 @@ def size_words(size: Mapping[str, Any] | None) -> str:
     """
     if not size:
         return _UNKNOWN
-    steps = f"{_shown(size['steps'])} steps of {_shown(size['batch'])}"
     return (
-        f"read {size['read']}; width {_shown(size['width'])}; depth {_shown(size['depth'])}; {steps};"
+        f"read {size['read']}; width {_shown(size['width'])}; depth {_shown(size['depth'])}; {steps_words(size)};"
         f" seeds: {_shown(size['seeds'])}; decoding: {size['decoding']}"
     )
+
+
+def steps_words(size: Mapping[str, Any]) -> str:
+    """Return steps and batch: ``1,200 steps of 4``."""
+    return f"{_shown(size['steps'])} steps of {_shown(size['batch'])}"
 
 
 def _shown(value: Any) -> str:

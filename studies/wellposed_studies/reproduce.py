@@ -189,7 +189,7 @@ def reproduce(
     earlier = finished(out, name)
     if earlier is not None and earlier["scale"] == "toy":
         earlier = None  # no evidence
-    first = leads(earlier, scale)
+    first = leads(earlier, {"scale": scale, "size": result.size})
     files = tuple(out / f"{stem}{suffix}" for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.claim, result, seconds, files, encoder, first)
     values = _values(recipe, request, done, power, inputs)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed_studies.evidence import SEEN, VERDICTS, size_words
+from wellposed_studies.evidence import SEEN, VERDICTS, short_size, size_words, steps_words
 from wellposed_studies.recipe import RECIPES, SCALES, Recipe, Scale, recipe_names
 from wellposed_studies.rows import (
     Group,
@@ -22,6 +22,7 @@ from wellposed_studies.rows import (
     verdict_of,
 )
 from wellposed_studies.run_history import disagreement
+from wellposed_studies.run_order import not_compared, run_name
 
 _STALE = "made before 0.4, or a number of its measurement has changed; run it again"
 _GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of artefacts, not by hand. There
@@ -40,12 +41,13 @@ that each test answers differently if the effect is absent, as printed, reversed
 large.
 
 Every run that was ever committed is listed. The largest decides, and a smaller one never replaces
-it. If decided runs disagree, the row is undecided. Two artefacts of the same runs are one row. A row
-is stale if it was made before 0.4, or a number of its measurement has changed since. A verdict by
-rules that have changed since counts as undecided until it is run again. Undecided rows say what would
-decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes are those of the last
-call (until 0.3: of all calls). The call that runs a shared training counts its minutes. DATA in a
-command is the path named under data."""
+it. Runs are ordered by what they read, then by steps, width and depth, and by scale where their
+sizes have no order. If decided runs disagree, the row is undecided. Two artefacts of the same runs
+are one row. A row is stale if it was made before 0.4, or a number of its measurement has changed
+since. A verdict by rules that have changed since counts as undecided until it is run again. Undecided
+rows say what would decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes
+are those of the last call (until 0.3: of all calls). The call that runs a shared training counts its
+minutes. DATA in a command is the path named under data."""
 OWN_HEADING = "Our own claims"
 
 
@@ -169,8 +171,11 @@ def _reservations(values: Mapping[str, Any]) -> dict[str, str]:
     reasons = {}
     different = disagreement(runs_of(values))
     if different:
-        runs = ", ".join(f"{run} {words[holds]}" for run, holds in different.items())
+        runs = ", ".join(f"{run} {words[holds]}" for run, holds in different)
         reasons["runs disagree"] = f"{runs}; so the row is undecided"
+    unordered = not_compared(values.get("size"), runs_of(values))
+    if unordered and kind_of(values) == "trained":
+        reasons["sizes of runs"] = f"no order but that of scale and time: {', '.join(unordered)}"
     if values["holds"] is not None and judged_earlier(values):
         was = words[values["holds"]]
         reasons["judged earlier"] = f"{was} by rules that have changed since; run it again"
@@ -178,12 +183,16 @@ def _reservations(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run_words(values: Mapping[str, Any]) -> list[str]:
-    """Return every run in words: its scale, the commit of its program and its verdict then."""
+    """Return every run in words: scale, commit of its program, its size and its verdict then."""
     words = SEEN if RECIPES.get(values["recipe"]).kind("mini") == "trained" else VERDICTS
     return [
-        f"{run['scale']} at {str(run['commit'] or 'an unknown commit')[:8]}: {words[run['verdict']]}"
-        for run in runs_of(values)
+        f"{run_name(run)}{_size_of_run(run)}: {words[run['verdict']]}" for run in runs_of(values)
     ]
+
+
+def _size_of_run(run: Mapping[str, Any]) -> str:
+    size = run.get("size")
+    return f" ({short_size(size)}, {steps_words(size)})" if size else ""
 
 
 def _folded(summary: str, *lines: str) -> str:

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wellposed_studies.evidence import Verdict
-from wellposed_studies.recipe import SCALES
+from wellposed_studies.run_order import order_of_runs, run_name
 
 RUN_ENTRIES: Mapping[str, Any] = {
     "scale": str,
     "commit": str | None,
     "digest": str | None,
+    "size": dict | None,
     "result": str,
 }
-"""Entries of a run, besides its verdict: the commit of its program, its protocol, what it got."""
+"""Entries of a run, besides its verdict: the commit of its program, its protocol, its size (None if
+it was not recorded, or nothing is trained), what it got."""
 SEVERAL = 2
 
 
@@ -25,6 +27,7 @@ def run_of(values: Mapping[str, Any]) -> dict[str, Any]:
         "scale": values["scale"],
         "commit": made.get("source"),
         "digest": values.get("protocol"),
+        "size": values.get("size"),
         "result": values["we_got"],
         "verdict": values["holds"],
     }
@@ -33,35 +36,27 @@ def run_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def with_history(earlier: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of an artefact after one more run: all runs, led by the largest.
 
-    The new run replaces an earlier row of its scale or a smaller one. A larger row stays as it is,
-    with one run more. A repeated run (of one scale, digest and result) is kept once, as judged last.
+    The new run replaces an earlier row that is not larger, see `order_of_runs`. A larger row stays as
+    it is, with one run more. A repeated run (of one scale, digest and result) is kept once, as judged last.
     """
     run = run_of(values)
     if earlier is None:
         return {**values, "runs": [run]}
     past = earlier.get("runs") or [run_of(earlier)]
     runs = [one for one in past if not _same(one, run)]
-    leading = values if _rank(values) >= _rank(earlier) else earlier
+    leading = values if leads(earlier, values) else earlier
     return {**leading, "runs": [*runs, run]}
 
 
-def leads(earlier: Mapping[str, Any] | None, scale: str) -> bool:
-    """Return whether a run of this scale decides the row, in place of the earlier one."""
-    return earlier is None or _rank({"scale": scale}) >= _rank(earlier)
+def leads(earlier: Mapping[str, Any] | None, values: Mapping[str, Any]) -> bool:
+    """Return whether a run decides the row, in place of the earlier one: it is not smaller."""
+    return earlier is None or order_of_runs(values, earlier) >= 0
 
 
-def disagreement(runs: Sequence[Mapping[str, Any]]) -> dict[str, Verdict]:
-    """Return the verdict of each decided run, by scale and commit, if they differ; else nothing."""
-    decided = {
-        f"{run['scale']} at {str(run['commit'])[:8]}": run["verdict"]
-        for run in runs
-        if run["verdict"] is not None
-    }
-    return decided if len(set(decided.values())) >= SEVERAL else {}
-
-
-def _rank(values: Mapping[str, Any]) -> int:
-    return SCALES.index(values["scale"])
+def disagreement(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Verdict]]:
+    """Return name and verdict of each decided run, if two differ; else nothing."""
+    decided = [(run_name(run), run["verdict"]) for run in runs if run["verdict"] is not None]
+    return decided if len({verdict for _, verdict in decided}) >= SEVERAL else []
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

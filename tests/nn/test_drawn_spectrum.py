@@ -67,8 +67,8 @@ def test_a_cache_keeps_the_first_draw_and_its_rows():
     rows = torch.tensor([2, 0])
     rest = stack(x[rows, 2:], cache=cache.reorder_(rows))
     assert torch.equal(first.sigma, rest.sigma)
-    whole = stack(x, sigma=first.sigma).last_hidden_state
-    within(rest.last_hidden_state, whole[rows, 2:], 1e-12)
+    in_one_pass = stack(x, sigma=first.sigma).last_hidden_state
+    within(rest.last_hidden_state, in_one_pass[rows, 2:], 1e-12)
 
 
 def test_recomputed_layers_have_the_sigma_of_their_pass():
@@ -97,8 +97,7 @@ def test_it_has_no_weights_and_a_saved_model_draws_the_same_by_seed(tmp_path):
         outputs.append(one(ids).last_hidden_state)
     assert torch.equal(*outputs)
     assert model.train()(input_ids=ids).auxiliary_loss is None
-    whole = io.BytesIO()
-    torch.save(model, whole)
+    torch.save(model, io.BytesIO())
 
 
 def test_it_is_refused_a_certificate_by_name_and_generates():
