@@ -12,6 +12,7 @@ from tests.support.local_slopes import steepest
 from transformers.models.bert import modeling_bert
 from transformers.models.roberta import modeling_roberta
 
+from wellposed.attack import in_dtype
 from wellposed.certification import attain, certify, local_radius
 from wellposed.errors import NotLipschitzError
 from wellposed.models import input_vectors
@@ -40,6 +41,12 @@ def gpt2(kind=transformers.GPT2ForSequenceClassification, **more):
     return kind(transformers.GPT2Config(**GPT2, **more))
 
 
+def rotary(family, kind, **more):
+    """Return a small decoder whose two heads share keys and values."""
+    config = getattr(transformers, f"{family}Config")(**SIZES, **{"num_key_value_heads": 1, **more})
+    return getattr(transformers, f"{family}{kind}")(config)
+
+
 MODELS = {
     "BertForSequenceClassification": bert,
     "BertModel": lambda: bert(transformers.BertModel),
@@ -56,7 +63,12 @@ MODELS = {
     "GPT2LMHeadModel": lambda: gpt2(transformers.GPT2LMHeadModel),
     "GPT2Model, scaled": lambda: gpt2(transformers.GPT2Model, scale_attn_by_inverse_layer_idx=True),
     "GPT2, eager": lambda: gpt2(attn_implementation="eager"),
+    "LlamaModel": lambda: rotary("Llama", "Model"),
+    "LlamaForCausalLM": lambda: rotary("Llama", "ForCausalLM", num_key_value_heads=2),
+    "MistralForSequenceClassification": lambda: rotary("Mistral", "ForSequenceClassification"),
+    "Qwen2Model": lambda: rotary("Qwen2", "Model"),
 }
+DECODERS = ("GPT2", "Llama", "Mistral", "Qwen2")
 
 
 def made(name, seed=0, size=6.0):
@@ -88,8 +100,10 @@ def test_no_two_inputs_in_the_balls_are_steeper(name, radius):
     model = made(name)
     x = inputs()
     certificate = certify(model, around=x, radius=radius)
-    assert certificate.mask in (("causal",) if "GPT2" in name else ("full", "any"))
-    assert steepest(partial(run, model), x, radius, 12) <= certificate.total * (1 + 1e-9) < math.inf
+    assert certificate.mask in (("causal",) if name.startswith(DECODERS) else ("full", "any"))
+    # The RMSNorm of Llama rounds to float32, which moves slopes of tiny steps.
+    exact = in_dtype(model, torch.float64)
+    assert steepest(partial(run, exact), x, radius, 12) <= certificate.total * (1 + 1e-9) < math.inf
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -165,6 +179,63 @@ def test_a_decoder_is_refused():
         transformers.BertModel(transformers.BertConfig(**SIZES, is_decoder=True)).double().eval()
     )
     assert "its mask is not that of its family" in why(model)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
+def test_a_float64_copy_computes_norms_in_float64(family):
+    model = rotary(family, "Model").double().eval()
+    x = inputs()
+    exact = in_dtype(model, torch.float64)
+    torch.testing.assert_close(run(exact, x), run(model, x), rtol=1e-5, atol=1e-5)
+    token = x[0, 0]
+    norm = exact.layers[0].input_layernorm
+    expected = norm.weight * token / (token.square().mean() + norm.variance_epsilon).sqrt()
+    torch.testing.assert_close(norm(token), expected, rtol=1e-14, atol=1e-14)
+    assert not torch.equal(model.layers[0].input_layernorm(token), norm(token))
+    assert "forward" not in vars(model.layers[0].input_layernorm)
+
+
+def test_small_balls_around_llama_are_bounded_within_a_factor():
+    """Attention has the bound of a ball, so the factor is larger than BERT's."""
+    model = made("LlamaModel", size=1.0)
+    x = inputs(count=1)
+    total = certify(model, around=x, radius=1e-4, cross_check=False).total
+    slope = steepest(partial(run, in_dtype(model, torch.float64)), x, 1e-4, steps=40)
+    assert slope <= total < 12 * slope
+
+
+def _eager():
+    return rotary("Llama", "Model", attn_implementation="eager")
+
+
+def _scaled_by_length():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return rotary("Llama", "Model", rope_parameters=rope)
+
+
+def _fewer_layers():
+    model = rotary("Llama", "Model")
+    model.config.num_hidden_layers = 1
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_eager, "computes the softmax in float32"),
+        (_scaled_by_length, "rope_type='dynamic'"),
+        (_fewer_layers, "its config runs 1 of 2 layers"),
+    ],
+)
+def test_other_decoders_are_refused_by_name(make, reason):
+    assert reason in why(make().double().eval())
+
+
+def test_a_replaced_rotation_is_refused(monkeypatch):
+    source = sys.modules["transformers.models.llama.modeling_llama"]
+    original = source.apply_rotary_pos_emb
+    monkeypatch.setattr(source, "apply_rotary_pos_emb", lambda *args: original(*args))
+    assert "stands where transformers runs apply_rotary_pos_emb" in why(made("LlamaModel"))
 
 
 def test_transformers_is_not_imported_for_its_rules():

@@ -105,13 +105,30 @@ def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
     return gradient / size.where(size > 0, 1.0)
 
 
+FLOAT32_NORMS = tuple(
+    f"transformers.models.{family}.modeling_{family}.{prefix}RMSNorm"
+    for family, prefix in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"))
+)
+"""Norms that compute in float32 whatever the dtype of the model."""
+
+
+def _rms_norm(part: Any, hidden_states: Tensor) -> Tensor:
+    """Compute a norm of `FLOAT32_NORMS` in the dtype of its input."""
+    square = hidden_states.square().mean(-1, keepdim=True)
+    return part.weight * (hidden_states * torch.rsqrt(square + part.variance_epsilon))
+
+
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy in another dtype that computes the same map: RMSNorm keeps its default eps."""
+    """Return a copy in another dtype that computes the same map: RMSNorm keeps its default eps, and
+    norms that compute in float32 compute in float64 in a float64 copy."""
     twin = copied(module)
     unit = torch.promote_types(activation_dtype(module), torch.float32)
     for part in twin.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
             part.eps = torch.finfo(unit).eps
+        kind = type(part)
+        if dtype == torch.float64 and f"{kind.__module__}.{kind.__qualname__}" in FLOAT32_NORMS:
+            part.forward = functools.partial(_rms_norm, part)
     return twin.to(dtype)
 
 

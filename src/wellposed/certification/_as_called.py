@@ -26,8 +26,8 @@ _PLAIN_PARTS = (
 )  # fmt: skip
 LOCAL_ONLY = (
     "models of transformers have no bound on all inputs, as LayerNorms make every total vacuous (1e6 to"
-    " 1e30 for two layers); BERT, RoBERTa, DistilBERT and GPT-2 have one around given inputs: pass"
-    " around= and radius="
+    " 1e30 for two layers); BERT, RoBERTa, DistilBERT, GPT-2, Llama, Mistral and Qwen2 have one around given"
+    " inputs: pass around= and radius="
 )
 _PARAMETRIZE = "torch.nn.utils.parametrize"
 

@@ -6,6 +6,7 @@ from wellposed.certification.rules import (  # noqa: F401
     _gated,
     _huggingface,
     _ours,
+    _rotary,
 )
 from wellposed.certification.rules._attention_weights import AttentionWeights as AttentionWeights
 from wellposed.certification.rules._blocks import mean_pooling as mean_pooling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TypeAlias
 
@@ -72,6 +72,10 @@ class AttentionWeights:
         bq, bk, bv = (bias(part).unflatten(0, (-1, head_dim)) for part in inward)
         out = output.weight.detach().double().mT.unflatten(0, (-1, head_dim))
         return cls(q, k, v, out, bq, bk, bv, bias(output))
+
+    def with_longer_queries(self, factor: float) -> AttentionWeights:
+        """Return the weights of attention whose logits are multiplied by a factor."""
+        return replace(self, query=self.query * factor, query_bias=self.query_bias * factor)
 
     @property
     def head_dim(self) -> int:

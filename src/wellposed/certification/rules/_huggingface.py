@@ -40,7 +40,7 @@ _HEAD_DIMS = ("head_dim", "attention_head_size")
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class LayerRule:
     """The rule of a layer, by the paths of its parts, several in one text."""
 
     parts: Mapping[str, str]
@@ -63,7 +63,7 @@ class _Layer:
         _refuse_everywhere(context)
         if self.refused and getattr(module, self.refused, False):
             raise Refused("with cross-attention it maps two sequences")
-        _read_parts(module, context, self.parts)
+        read_parts(module, context, self.parts)
         first, second = self.norms.split()
         feed = partial(_chain_of, module, self.feedforward)
         return context.layer(
@@ -73,13 +73,13 @@ class _Layer:
     def _mixed(self, module: Any, context: RuleContext) -> LayerBound:
         attention = module.get_submodule(self.attention)
         attended = context.record(
-            attention, self.attention, self._attended(attention, module, context)
+            attention, self.attention, self.attended(attention, module, context)
         )
         rest = context.after(attended).chain_of(module, self.mixed)
         return context.product([attended, rest])
 
-    def _attended(self, attention: Any, owner: Any, context: RuleContext) -> LayerBound:
-        _refuse_other_attention(attention)
+    def attended(self, attention: Any, owner: Any, context: RuleContext) -> LayerBound:
+        refuse_other_attention(attention)
         refuse_dropout(attention, attrgetter(self.dropout)(owner))
         if getattr(attention, "is_causal", self.is_causal) != self.is_causal:
             raise Refused("its mask is not that of its family; build it as an encoder")
@@ -91,10 +91,7 @@ class _Layer:
                 getattr(attention, name) for name in _HEAD_DIMS if hasattr(attention, name)
             )
             weights = AttentionWeights.from_projections(*parts, head_dim=head_dim)
-            stretch = float(attention.scaling) * math.sqrt(head_dim)
-            return replace(
-                weights, query=weights.query * stretch, query_bias=weights.query_bias * stretch
-            )
+            return weights.with_longer_queries(float(attention.scaling) * math.sqrt(head_dim))
 
         weights = context.remember(attention, "AttentionWeights", read_weights)
         mask = "causal" if self.is_causal else "full"
@@ -111,7 +108,7 @@ def _chain_of(module: Any, paths: str, context: RuleContext) -> LayerBound:
 
 
 @dataclass(frozen=True, eq=False)
-class _Model:
+class ModelRule:
     """The rule of a model without its head: tables whose rows are added, then parts in sequence."""
 
     chain: str
@@ -125,7 +122,7 @@ class _Model:
         present = {
             path: name for path, name in self.parts.items() if attrgetter(path)(module) is not None
         }
-        _read_parts(module, context, present)
+        read_parts(module, context, present)
         if self.pooler in present:
             context.reads(attrgetter(self.pooler)(module).activation)
         longest = 0.0
@@ -142,7 +139,7 @@ def _longest(table: nn.Embedding) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Head:
+class HeadRule:
     """The rule of a model with its head: the body, one token of it if ``pooled``, parts of the head
     and the last linear map."""
 
@@ -154,7 +151,7 @@ class _Head:
 
     def __call__(self, module: Any, context: RuleContext) -> LayerBound:
         _refuse_everywhere(context)
-        _read_parts(module, context, self.parts)
+        read_parts(module, context, self.parts)
         route = partial(self._route, module)
         return of_one_vector(route, context) if self.pooled else route(context)
 
@@ -175,7 +172,7 @@ def _refuse_everywhere(context: RuleContext) -> None:
         raise Refused(LOCAL_ONLY)
 
 
-def _read_parts(owner: Any, context: RuleContext, parts: Mapping[str, str]) -> None:
+def read_parts(owner: Any, context: RuleContext, parts: Mapping[str, str]) -> None:
     """Vouch for parts that the rule of ``owner`` reads by itself, if each is of its family's class."""
     home = class_called(owner).__module__
     for path, name in parts.items():
@@ -203,7 +200,7 @@ def _projections(module: Any, owner: nn.Module, paths: str, context: RuleContext
     return [*slices(fused.weight.mT, fused.bias, sizes), Slice(output.weight.mT, output.bias)]
 
 
-def _refuse_other_attention(module: Any) -> None:
+def refuse_other_attention(module: Any) -> None:
     """Refuse a call whose attention is not the one of transformers that bounds are proved for."""
     kind = module.config._attn_implementation
     source = sys.modules[class_called(module).__module__]
@@ -257,18 +254,18 @@ for _name, _ends in _ACTIVATIONS.items():
     register_by_name(f"transformers.activations.{_name}", _activation(_ends), sums=True)
 
 
-def _register(family: str, **rules: Rule) -> None:
+def register_family(family: str, **rules: Rule) -> None:
     for name, rule in rules.items():
         register_by_name(f"{MODELS}.{family}.modeling_{family}.{name}", rule)
 
 
-def _bert(family: str, prefix: str, head: _Head) -> None:
+def _bert(family: str, prefix: str, head: HeadRule) -> None:
     """Register BERT or RoBERTa: a LayerNorm on the embeddings and after every sublayer."""
     parts = {
         "attention": "Attention", "attention.self": "SelfAttention", "attention.output": "SelfOutput",
         "intermediate": "Intermediate", "output": "Output",
     }  # fmt: skip
-    layer = _Layer(
+    layer = LayerRule(
         parts={path: prefix + name for path, name in parts.items()},
         attention="attention.self",
         projections="attention.self.query attention.self.key attention.self.value"
@@ -279,20 +276,20 @@ def _bert(family: str, prefix: str, head: _Head) -> None:
         dropout="attention.self.dropout.p",
         refused="add_cross_attention",
     )
-    model = _Model(
+    model = ModelRule(
         parts={path: prefix + path.capitalize() for path in ("embeddings", "encoder", "pooler")},
         tables="embeddings.position_embeddings embeddings.token_type_embeddings",
         chain="embeddings.LayerNorm embeddings.dropout encoder.layer.*",
         pooler="pooler",
     )
     names = {"Layer": layer, "Model": model, "ForSequenceClassification": head}
-    _register(family, **{prefix + name: rule for name, rule in names.items()})
+    register_family(family, **{prefix + name: rule for name, rule in names.items()})
 
 
 _bert(
     "bert",
     "Bert",
-    _Head(
+    HeadRule(
         body="bert",
         parts={"bert.pooler": "BertPooler"},
         between="bert.pooler.dense bert.pooler.activation dropout",
@@ -303,16 +300,16 @@ _bert(
 _bert(
     "roberta",
     "Roberta",
-    _Head(
+    HeadRule(
         body="roberta",
         parts={"classifier": "RobertaClassificationHead"},
         between="classifier.dropout classifier.dense classifier.dropout",
         last="classifier.out_proj",
     ),
 )
-_register(
+register_family(
     "distilbert",
-    TransformerBlock=_Layer(
+    TransformerBlock=LayerRule(
         parts={"attention": "DistilBertSelfAttention", "ffn": "FFN"},
         attention="attention",
         projections="attention.q_lin attention.k_lin attention.v_lin attention.out_lin",
@@ -320,19 +317,19 @@ _register(
         feedforward="ffn.lin1 ffn.activation ffn.lin2 ffn.dropout",
         dropout="attention.dropout.p",
     ),
-    DistilBertModel=_Model(
+    DistilBertModel=ModelRule(
         parts={"embeddings": "Embeddings", "transformer": "Transformer"},
         tables="embeddings.position_embeddings",
         chain="embeddings.LayerNorm embeddings.dropout transformer.layer.*",
     ),
     # A ReLU, of slope 1, stands between pre_classifier and dropout.
-    DistilBertForSequenceClassification=_Head(
+    DistilBertForSequenceClassification=HeadRule(
         body="distilbert", between="pre_classifier dropout", last="classifier"
     ),
 )
-_register(
+register_family(
     "gpt2",
-    GPT2Block=_Layer(
+    GPT2Block=LayerRule(
         parts={"attn": "GPT2Attention", "mlp": "GPT2MLP"},
         attention="attn",
         projections="attn.c_attn attn.c_proj",
@@ -344,8 +341,8 @@ _register(
         is_causal=True,
         refused="crossattention",
     ),
-    GPT2Model=_Model(tables="wpe", chain="drop h.* ln_f"),
-    GPT2LMHeadModel=_Head(body="transformer", last="lm_head", pooled=False),
+    GPT2Model=ModelRule(tables="wpe", chain="drop h.* ln_f"),
+    GPT2LMHeadModel=HeadRule(body="transformer", last="lm_head", pooled=False),
     # A linear map of every token, of which the last one is taken.
-    GPT2ForSequenceClassification=_Head(body="transformer", last="score"),
+    GPT2ForSequenceClassification=HeadRule(body="transformer", last="score"),
 )

@@ -253,8 +253,23 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
     eps = unit if module.eps is None else float(module.eps)
     width = module.normalized_shape[0]
     centred = isinstance(module, nn.LayerNorm)
-    weight = module.weight
     bias = module.bias if centred else None
+    return norm_bound(
+        module, context, weight=module.weight, bias=bias, eps=eps, width=width, centred=centred
+    )
+
+
+def norm_bound(
+    module: nn.Module,
+    context: RuleContext,
+    *,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    width: int,
+    centred: bool,
+) -> LayerBound:
+    """Bound LayerNorm, or RMSNorm if it is not ``centred``, around its recorded tokens if known."""
     if not eps >= 0:
         return context.refuse(
             f"eps={eps:g} is negative or NaN, so the norm has a pole; build it with eps > 0"
