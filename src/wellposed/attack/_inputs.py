@@ -109,7 +109,7 @@ FLOAT32_NORMS = tuple(
     f"transformers.models.{family}.modeling_{family}.{prefix}RMSNorm"
     for family, prefix in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen2", "Qwen2"))
 )
-"""Norms that compute in float32 whatever the dtype of the model."""
+"""Norms that compute in float32 in models of every dtype."""
 
 
 def _rms_norm(part: Any, hidden_states: Tensor) -> Tensor:
