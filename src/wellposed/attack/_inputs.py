@@ -123,6 +123,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     norms that compute in float32 compute in float64 in a float64 copy."""
     twin = copied(module)
     unit = torch.promote_types(activation_dtype(module), torch.float32)
+    part: Any
     for part in twin.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
             part.eps = torch.finfo(unit).eps

@@ -35,14 +35,14 @@ _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 class _RotaryLayer(LayerRule):
     """A layer whose attention rotates queries and keys, and may share keys between heads."""
 
-    def attended(self, attention: Any, _owner: Any, context: RuleContext) -> LayerBound:
+    def attended(self, attention: Any, owner: Any, context: RuleContext) -> LayerBound:
         refuse_other_attention(attention)
         if attention.config._attn_implementation != "sdpa":
             raise Refused(
                 "its eager attention computes the softmax in float32; load the model with"
                 " attn_implementation='sdpa'"
             )
-        refuse_dropout(attention, attention.attention_dropout)
+        refuse_dropout(attention, owner.self_attn.attention_dropout)
         source = sys.modules[class_called(attention).__module__]
         for name in ("apply_rotary_pos_emb", "rotate_half", "repeat_kv"):
             _refuse_replaced(getattr(source, name), source.__name__, name)
