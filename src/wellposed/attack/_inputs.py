@@ -118,18 +118,23 @@ def _rms_norm(part: Any, hidden_states: Tensor) -> Tensor:
     return part.weight * (hidden_states * torch.rsqrt(square + part.variance_epsilon))
 
 
+def _without_float32(part: Any) -> None:
+    """Make a norm of `FLOAT32_NORMS` compute in the dtype of its input."""
+    kind = type(part)
+    if f"{kind.__module__}.{kind.__qualname__}" in FLOAT32_NORMS:
+        part.forward = functools.partial(_rms_norm, part)
+
+
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy in another dtype that computes the same map: RMSNorm keeps its default eps, and
     norms that compute in float32 compute in float64 in a float64 copy."""
     twin = copied(module)
     unit = torch.promote_types(activation_dtype(module), torch.float32)
-    part: Any
     for part in twin.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
             part.eps = torch.finfo(unit).eps
-        kind = type(part)
-        if dtype == torch.float64 and f"{kind.__module__}.{kind.__qualname__}" in FLOAT32_NORMS:
-            part.forward = functools.partial(_rms_norm, part)
+        if dtype == torch.float64:
+            _without_float32(part)
     return twin.to(dtype)
 
 
