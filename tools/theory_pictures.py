@@ -144,7 +144,7 @@ def pictures() -> dict[str, Panels]:
         measured(f"B3, {name}", narrow, 1, 2, mask=mask, starts=two_sided)
         for mask, name in MASKS.items()
     )
-    tok = measured("B3", narrow, 1, "tok", starts=two_sided)
+    tok = measured("B24", narrow, 1, "tok", starts=two_sided)
     inf = measured("B1", wide, 4, "inf")
     return {
         "l2-inf": {"L2 attention, norm inf, d = 4": (in_inf, inf)},
