@@ -172,6 +172,25 @@ def test_weights_do_as_with_a_proof_at_every_step():
     assert runs[0][1] < 60 < 80 == runs[1][1]
 
 
+def test_weights_at_the_bound_look_for_a_lower_norm_now_and_then():
+    """Seldom while they stay there, and within seventeen steps after they left it."""
+    tries = []
+    layer, optimizer, handle = built(norm=1.0)
+    for step in range(64):
+        moved(layer, optimizer, 1e-3 * top(layer.weight))
+        pause = handle.weights[0].memory.pause
+        if pause.left == pause.last:  # a pause began
+            tries.append(step)
+    assert tries[:4] == [0, 2, 6, 14]
+    assert len(tries) <= 7
+    assert handle.weights[0].memory.proved_copy is None
+    write_data(layer, 0.5 * layer.weight.detach())
+    for step in range(64, 81):
+        moved(layer, optimizer, random_step(1e-4, layer, step))
+    assert handle.weights[0].memory.proved_copy is not None
+    assert moved(layer, optimizer, random_step(1e-4, layer, 99)) == 0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_still_refused(bad):
     layer, optimizer, _ = built()

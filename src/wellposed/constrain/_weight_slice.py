@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -112,10 +112,12 @@ def all_candidates(model: nn.Module) -> Iterator[WeightSlice]:
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in hidden:
                 view = WeightView(path, module, name)
-                differs = layer_deviation(view) if is_called(model, path) else None
+                is_applied = name == "weight" and is_called(model, path)
+                differs = layer_deviation(view) if is_applied else None
+                text = None if differs is None else differs.text
                 stored = name != "weight" or is_stored(view)
-                part = WeightSlice(path, name, module, parameter if stored else None)
-                yield replace(part, deviation=None if differs is None else differs.text)
+                matrix = parameter if stored else None
+                yield WeightSlice(path, name, module, matrix, deviation=text)
         is_packed = "weight" not in computed and callable(getattr(module, "weight", None))
         for name in (*computed, *(["weight"] if is_packed else [])):
             yield WeightSlice(path, name, module, None)

@@ -177,7 +177,7 @@ def _cap_(
         point = scaled(selected(stack, left).to(dtype), 1.0 / bound)
         grams = grams_of(point, selected(norms, left), [sizes[index] for index in left])
         near = _Near(left, point, grams)
-        if rooms is not None:
+        if rooms is not None and any(rooms):
             near = _without_low(near, rooms, caps, bound)
         if near.places:
             gram = _cap_by_proofs_(stack, near, caps, bound, hints, work, nearest=nearest)

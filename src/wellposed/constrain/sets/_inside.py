@@ -18,6 +18,19 @@ _STEPS = 2.0
 _MARGIN = 1e-6
 
 
+# Steps without a try after tries that failed, at most: a weight at its bound stays there for long.
+_LONGEST_PAUSE = 16
+
+
+class Pause(NamedTuple):
+    """When to look for a lower norm again."""
+
+    left: int = 0
+    """Steps before the next try."""
+    last: int = 0
+    """The pause after the last failed try."""
+
+
 class ProvedCopy(NamedTuple):
     """A copy of a weight that nobody else writes to, and a proved bound on its spectral norm."""
 
@@ -30,6 +43,8 @@ class Memory(Protocol):
 
     proved_copy: ProvedCopy | None
     """The matrix when it was last proved, if its steps leave it inside for a while."""
+    pause: Pause
+    """When to look for a norm that leaves room for a copy."""
 
 
 class Steps(Protocol):
@@ -74,12 +89,21 @@ def norms_since_proof(matrices: Sequence[Matrix], bound: float) -> dict[Matrix, 
 
 
 def rooms_for(matrices: Sequence[Steps], bound: float) -> list[float]:
-    """Return of each the norm that leaves room for the next steps; 0 if the step is not known.
+    """Return of each the norm that leaves room for the next steps; 0 if none is to be looked for.
 
+    None is if the step is not known, and for up to 16 steps after a try that failed.
     The step is the distance from the copy that undoes it. It need not be exact: it decides only
     whether a lower norm is worth a proof.
     """
-    return [max(0.0, _SURE * bound - _STEPS * _step(matrix)) for matrix in matrices]
+    rooms: list[float] = []
+    for matrix in matrices:
+        pause = matrix.memory.pause
+        if pause.left:
+            matrix.memory.pause = pause._replace(left=pause.left - 1)
+            rooms.append(0.0)
+        else:
+            rooms.append(max(0.0, _SURE * bound - _STEPS * _step(matrix)))
+    return rooms
 
 
 def keep_copy(matrix: Steps, norm: float, room: float) -> None:
@@ -89,8 +113,12 @@ def keep_copy(matrix: Steps, norm: float, room: float) -> None:
     # While the copy is written it is no proof of anything.
     memory.proved_copy = None
     if not norm <= room:
+        if room:
+            wait = min(2 * memory.pause.last + 1, _LONGEST_PAUSE)
+            memory.pause = Pause(wait, wait)
         return
 
+    memory.pause = Pause()
     buffer = torch.empty_like(matrix.value)
     if old is not None and _fits(old.matrix, matrix.value):
         buffer = old.matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -12,7 +12,13 @@ from torch import Tensor
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._set import SETS, NearestMatrices
 from wellposed.constrain._weight_slice import WeightSlice
-from wellposed.constrain.sets._inside import ProvedCopy, keep_copy, norms_since_proof, rooms_for
+from wellposed.constrain.sets._inside import (
+    Pause,
+    ProvedCopy,
+    keep_copy,
+    norms_since_proof,
+    rooms_for,
+)
 from wellposed.constrain.sets._spectral_size import SpectralSize, excess
 from wellposed.linalg import (
     Retraction,
@@ -51,6 +57,8 @@ class SpectralMemory:
     """Vectors near the largest singular ones, if the last steps led outside the bound."""
     proved_copy: ProvedCopy | None = None
     """The matrix when it was last proved, if its steps leave it inside for a while."""
+    pause: Pause = field(default_factory=Pause)
+    """When to look for a norm that leaves room for a copy."""
 
 
 @SETS.register("spectral")
