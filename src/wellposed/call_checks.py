@@ -135,6 +135,7 @@ def checked_arguments(
         except TypeError as error:
             names = ", ".join(name for name in signature.parameters if name != "self")
             raise ConfigError(f"{where}: {error}; it takes {names}") from error
+
         # Numbers of numpy are numbers, too.
         values = {
             name: value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
@@ -144,6 +145,7 @@ def checked_arguments(
         problems = value_problems(values, hints())
         if problems:
             raise ConfigError(f"{where}: {'; '.join(problems)}")
+
         return call(*args, **kwargs)
 
     return known_keywords(checked)

@@ -61,9 +61,11 @@ def _source() -> Source:
         distribution = importlib.metadata.distribution("wellposed")
     except importlib.metadata.PackageNotFoundError:
         return Source(clone=around)
+
     recorded = distribution.read_text("direct_url.json")
     if recorded is None:
         return Source(clone=around, index=around is None)
+
     details = json.loads(recorded)
     url = str(details.get("url", ""))
     if "dir_info" not in details:

@@ -55,11 +55,13 @@ class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
         uninterrupted._depth -= 1
         if uninterrupted._depth:
             return
+
         handlers = dict(self._handlers)
         try:
             self._restore()
         finally:  # a signal that arrives between two handlers
             self._restore()
+
         while self._arrived:
             number, frame = self._arrived.pop(0)
             handlers[number](number, frame)

@@ -24,9 +24,11 @@ def require_module(call: str, model: object) -> None:
             )
         check_whole(call, model)
         return
+
     hint = ""
     if isinstance(model, str):
         hint = f"; load it first, as with transformers.AutoModel.from_pretrained({model!r})"
+
     raise ConfigError(
         f"{call}: expected a model (torch.nn.Module), received {type(model).__name__}{hint}"
     )

@@ -76,6 +76,7 @@ def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> lis
                 able = [reader for reader in readers(kind) if name in options_read(kind, reader)]
                 missing.setdefault(name, []).append(f"{kind} {' or '.join(map(repr, able))}")
                 defaults[name] = item.default
+
     return [
         f"{name} = {getattr(config, name)!r}, which only {' with '.join(parts)} reads; "
         f"leave it {defaults[name]!r}"

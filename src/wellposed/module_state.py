@@ -82,6 +82,7 @@ class _Part:
             table.update(self.buffers)
         if module._non_persistent_buffers_set != self.not_saved:
             module._non_persistent_buffers_set = set(self.not_saved)
+
         for name in new_tensors:
             del vars(module)[name]
         vars(module).update(self.tensors)

@@ -18,6 +18,7 @@ def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> N
         mean = sum(moved.values()) / len(moved)
         most = f"{moved[worst]:.2g} at most ({worst})"
         line = f"{did}; moved by {mean:.2g} of their norm on average, {most}"
+
     if far:
         line += (
             f"; {far} of {len(moved)} by more than a tenth: if they were trained before, the model"

@@ -170,6 +170,7 @@ def build_options(
             except OptionsError as error:
                 problems += error.problems
                 del built[name]
+
     unknown = {name: nearest_names(name, hints) for name in built if name not in hints}
     wrong = [f"unknown option {n!r}; nearest: {', '.join(near)}" for n, near in unknown.items()]
     wrong += value_problems({n: value for n, value in built.items() if n in hints}, hints)

@@ -84,6 +84,7 @@ class Plan:
         )
         shares = sorted(Counter(self.matrices_by_rank).items())
         counts = (f"{count} matrices on each of {ranks} ranks" for count, ranks in shares)
+
         return "\n".join((*lines, *counts, *self.notes))
 
     def show(self) -> Self:
@@ -187,17 +188,20 @@ class Meter(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for leaf in inputs:
             self._is_new(leaf)
+
         result = func(*args, **kwargs)
         name = func._overloadpacket.__name__
         products = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
         if products:
             self.flops += products(*args, **kwargs, out_val=result)
+
         is_collective = func.namespace in ("c10d", "_c10d_functional")  # or waits for a collective
         for kind in _SENT if is_collective else ():
             if kind.replace("_", "") in name.replace("_", ""):
                 self.collectives[kind] += 1
                 times = self._ranks if kind == "all_gather" else _SENT[kind]
                 self.sent_bytes += times * inputs[-1].nbytes * (self._ranks - 1) / self._ranks
+
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and self._is_new(leaf):
                 storage = leaf.untyped_storage()

@@ -62,16 +62,19 @@ def refusal_of(
         if matching:
             names = shortened(list(dict.fromkeys(matching)))
             return ConfigError(f"{where}: received {kind} ({names}); {advice}")
+
     wrong = [name for name, value in named if _is_no_tensor(hints.get(name, ""), value)]
     if wrong:
         kinds = ", ".join(f"{name} of type {type(dict(named)[name]).__name__}" for name in wrong)
         return ShapeError(f"{where}: expected tensors, received {kinds}; take torch.as_tensor")
+
     words = str(error).partition("\n")[0][:MAX_SHOWN]
     modes = [mode for mode, is_on in _MODES.items() if is_on()]
     if modes:
         return ConfigError(f"{where} fails in {', '.join(modes)}: {words}; call it outside")
     if not _raised_by_torch(error):
         return None
+
     texts = [f"{name}: {_described(value)}" for name, value in named if name != "self"]
     texts += [f"{weights[0][0]}: {_described(weights[0][1])}"] if weights else []
     return (ShapeError if inputs else ConfigError)(f"{where}: {words}; received {shortened(texts)}")

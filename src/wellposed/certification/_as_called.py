@@ -68,6 +68,7 @@ def uncertifiable_reason(module: nn.Module) -> str | None:
             " torch.nn.utils.remove_weight_norm, remove_spectral_norm and prune.remove make their"
             " weights permanent)"
         )
+
     replaced = _replaced(module)
     if replaced is not None:
         return (
@@ -75,6 +76,7 @@ def uncertifiable_reason(module: nn.Module) -> str | None:
             " remove the replacement (accelerate: accelerator.unwrap_model, or load without"
             " offloading) and certify again"
         )
+
     return _unusual_tensors(module)
 
 
@@ -127,6 +129,7 @@ def advice(module: nn.Module) -> str:
         return f"; {LOCAL_ONLY}"
     if isinstance(getattr(module, "module", None), nn.Module):
         return "; it wraps another module: certify what it wraps, `.module`"
+
     return ""
 
 
@@ -164,9 +167,11 @@ def _replaced(module: nn.Module) -> str | None:
         return on_object
     if kind.__call__ is not nn.Module.__call__:
         return "__call__"
+
     compiled = module._compiled_call_impl
     if compiled is not None and not _written_in(compiled).startswith("torch."):
         return "_compiled_call_impl"
+
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     home, name = home_of(vars(owner)["forward"])
     if owner is nn.Module or (home, name) == (owner.__module__, f"{owner.__qualname__}.forward"):
@@ -230,6 +235,7 @@ def _unusual_tensors(module: nn.Module) -> str | None:
                 f"its {name} changes each time it is read (a parametrisation in train mode, as the"
                 " power iteration of spectral_norm); call eval() and certify again"
             )
+
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -248,4 +254,5 @@ def _unusual_tensors(module: nn.Module) -> str | None:
             return f"its {name} is complex, and no bound is proved for complex maps"
         if tensor.is_quantized:
             return f"its {name} is quantised; certify the plain model it came from"
+
     return None

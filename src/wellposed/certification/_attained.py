@@ -53,6 +53,7 @@ def attain(certificate: Certificate, *, steps: int = 30, restarts: int = 4) -> C
             "attain: the certificate's module no longer exists (or this is a copy of the"
             " certificate); certify the module again and attack it while it is alive"
         )
+
     certificate.require_weights_of(module)
     shapes = _input_shapes(module, certificate)
     slopes: dict[str, float] = {}
@@ -69,6 +70,7 @@ def attain(certificate: Certificate, *, steps: int = 30, restarts: int = 4) -> C
         except (ConfigError, ConvergenceError, ShapeError):
             continue
         slopes[path] = max(attack.value, attack.slope)
+
     return replace(certificate, attained=slopes)
 
 

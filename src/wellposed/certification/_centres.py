@@ -72,6 +72,7 @@ def check_around(
         )
     if not bool(around.isfinite().all()):
         raise ConfigError(f"{caller}: around holds NaN or infinity; expected finite inputs")
+
     dropped = next((name for name, part in module.named_modules() if _drops(part)), None)
     if dropped is not None:
         raise ConfigError(
@@ -83,6 +84,7 @@ def check_around(
             f"{caller}: around= is of one text, and this model reads pairs, for which no local bound"
             " is proved; leave it out"
         )
+
     return around.detach().double()
 
 

@@ -168,11 +168,13 @@ class Certificate:
         module = None if self.module is None else self.module()
         if module is None:
             return
+
         changed = ""
         if self.weights not in ("", weights_digest(module)):
             changed = "weights"
         elif self.options not in ("", options_digest(module)):
             changed = "options (an attribute such as eps, train or eval mode, or a hook)"
+
         if changed:
             warnings.warn(
                 f"radius: the {changed} of this {type(module).__name__} have changed since it was"
@@ -246,17 +248,20 @@ class Certificate:
             raise ShapeError(
                 f"radius: expected logits (..., classes >= 2), received {tuple(logits.shape)}"
             )
+
         self._say_if_changed()
         inputs = logits.shape[:-1]
         if labels is not None and labels.shape != inputs:
             raise ShapeError(
                 f"radius: expected labels {tuple(inputs)}, received {tuple(labels.shape)}"
             )
+
         classes = range(logits.shape[-1])
         asked = () if labels is None else labels.unique().tolist()
         wrong = [label for label in asked if label not in classes]
         if wrong:
             raise ShapeError(f"radius: labels must be in [0, {len(classes)}), received {wrong[:5]}")
+
         self._check_lengths(tokens, inputs)
         room = self._room(largest_token, width, inputs).to(logits.device)
         scores = logits.detach().to(torch.float64)
@@ -264,6 +269,7 @@ class Certificate:
         room = room.clamp_max(self.reach)
         if self.label == "uncertified" or not 0 <= self.total < math.inf:
             return torch.zeros_like(room)
+
         answers = scores.argmax(-1) if labels is None else labels.to(scores.device)
         chosen = answers.unsqueeze(-1)
         margins = scores.gather(-1, chosen) - scores
@@ -272,6 +278,7 @@ class Certificate:
         slopes = torch.full_like(scores, factor * self.total)
         if self.head is not None:
             slopes = torch.minimum(slopes, self._head_slopes(chosen[..., 0]))
+
         # A slope of zero is a constant function, so a margin above zero gives an infinite radius.
         radii = torch.where(others, margins / slopes, math.inf).amin(-1)
         radii = torch.where(scores.isfinite().all(-1), torch.minimum(radii, room), 0.0)
@@ -300,6 +307,7 @@ class Certificate:
                     " or certify with min_tokens=1"
                 )
             return
+
         lengths = _per_input("tokens", tokens, inputs)
         problems = []
         # NaN must count as too long, hence the negation.
@@ -311,6 +319,7 @@ class Certificate:
                 f" ({int(long.sum())} of {lengths.numel()} inputs are longer); certify again with"
                 f" seq_len={worst}"
             )
+
         if (short := lengths < self.min_tokens).any():
             shortest = float(lengths[short].min())
             advice = (
@@ -336,15 +345,18 @@ class Certificate:
             problems.append("give largest_token=, the largest 2-norm of a token of each input")
         elif bool((in_float64(largest_token) < 0).any()):
             problems.append("largest_token is a 2-norm, so it must be >= 0")
+
         if self.norm == "inf" and (width is None or width < 1):
             problems.append(
                 f"give width= >= 1, the entries of a token (norm inf); received {width}"
             )
+
         if problems or largest_token is None:
             raise ConfigError(
                 f"radius: the certificate covers {self.domain} only, so the radius depends on the"
                 " input:\n" + listed(problems)
             )
+
         spread = math.sqrt(width) if self.norm == "inf" and width is not None else 1.0
         largest = _per_input("largest_token", largest_token, inputs)
         return ((self.ball - largest) / spread).clamp_min(0)
@@ -379,6 +391,7 @@ class Certificate:
             rows.append(
                 (_number(layer.lipschitz), layer.label, _number(layer.radius), name, detail)
             )
+
         total = f"total, norm {self.norm}"
         rows.append((_number(self.total), self.label, "", total, self._scope()))
         if attained:
@@ -393,6 +406,7 @@ class Certificate:
             rows = [
                 (row[0], *measured, *row[1:]) for row, measured in zip(rows, columns, strict=True)
             ]
+
         not_run = self.cross_check.startswith(_NOT_RUN) and math.isfinite(self.total)
         tried = "not tested: " + self.cross_check.removeprefix(_NOT_RUN) if not_run else ""
         return "\n".join(filter(None, (aligned(rows, "l"), tried, self.reason)))

@@ -61,10 +61,12 @@ def certified_bound(
     certified, context = checked_context(module, **asked, min_tokens=min_tokens)
     with torch.no_grad(), undisturbed(certified):
         bound = context.builder.visit(certified, context)
+
     if math.isinf(bound.lipschitz):
         certify(module, **asked, min_tokens=min_tokens, cross_check=False).require()
     with torch.enable_grad():
         slope = bound.differentiable()
+
     if not isinstance(slope, Tensor) or not slope.requires_grad:
         raise ConfigError(
             "certified_bound: the bound has no gradient, as no linear map in it has a weight that is"

@@ -125,6 +125,7 @@ def certify(
         context = replace(
             context, tokens=seq_len, min_tokens=min_tokens, radius=ball, moved=context.radius
         )
+
     with undisturbed(module):
         bound = builder.visit(module, context)
         visits = [visit for visit in builder.visits if visit is not None]
@@ -169,6 +170,7 @@ def certify(
                     inputs,
                 )
             )
+
     return Certificate(
         total=bound.lipschitz,
         layers=_without_root(rows),
@@ -234,6 +236,7 @@ def checked_context(
     check_token_norm(norm)
     if mask is not None and mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
+
     for name, count in (("seq_len", seq_len), ("min_tokens", min_tokens)):
         if count is None:
             continue
@@ -241,6 +244,7 @@ def checked_context(
             raise ShapeError(
                 f"certify: {name} must be a whole number of tokens >= 1, received {count!r}"
             )
+
     if seq_len is not None and min_tokens > seq_len:
         raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
     if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
@@ -248,6 +252,7 @@ def checked_context(
             "certify: radius is the largest 2-norm of an input token, so it must be > 0; received"
             f" {radius!r}"
         )
+
     module = without_compiler(module)
     require_finite_weights("certify", module)
     dtype = activation_dtype(module)
@@ -295,6 +300,7 @@ def _explain(total: float, rows: Sequence[CertifiedLayer]) -> str:
     for row in leaves(rows):
         if row.lipschitz > _ABOVE_ONE:
             groups.setdefault(row.module, []).append(row.lipschitz)
+
     culprits: list[str] = []
     for kind in sorted(groups, key=lambda kind: -math.prod(groups[kind]))[:_KINDS]:
         low = min(groups[kind])
@@ -303,4 +309,5 @@ def _explain(total: float, rows: Sequence[CertifiedLayer]) -> str:
         factors = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
         culprits.append(f"{count} {kind} of {factors}")
     why = ", ".join(culprits) or "no kind of layer alone is responsible, each adds to it"
+
     return f"vacuous ({total:.3g}): {why}; use smaller weights, or parts of the variant lipschitz"

@@ -97,6 +97,7 @@ def try_out(claim: Claim) -> tuple[str, dict[str, float]]:
             reasons.append(f"{type(error).__name__} at an input (batch, tokens, {candidate})")
             continue
         return _judge(claim, by_part)
+
     # The second width is a guess, and its failure says less than that of the first.
     return f"not run: {reasons[0]}", {}
 
@@ -151,6 +152,7 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     if claim.centres is not None:
         first = claim.centres[torch.arange(len(_SCALES)) % len(claim.centres)]
         x = x + first.to(x)
+
     inputs = [x, x + _placed(noise[1], claim)]
     call = _as_function(claim, device)
     # Contractive layers have computed their bounds already.
@@ -170,6 +172,7 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
             raise
         with _unchanged_inputs(claim):
             by_part = _seen_by_parts(claim, call, [x, inputs[-1]])
+
     pairs = zip(inputs[1:], others, strict=True)
     by_part[id(claim.module)] = [_Pair(x, aside, first, other) for aside, other in pairs]
     return by_part
@@ -252,6 +255,7 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> tuple[str, dict[str
     for path, part, bound in claim.parts:
         if bound >= bounds.get(id(part), ("", part, 0.0))[2]:
             bounds[id(part)] = (path, part, bound)
+
     bounds[id(claim.module)] = ("", claim.module, claim.total)
     shares: list[float] = []
     slopes: dict[str, float] = {}
@@ -261,6 +265,7 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> tuple[str, dict[str
         shares += of_part
         if of_part:
             slopes[path] = max(of_part) * bound
+
     return (
         f"{len(shares)} pairs through {len(by_part)} modules, largest slope / bound"
         f" {max(shares):.3f}"
@@ -279,6 +284,7 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
             " so a bound for exact arithmetic does not cover it; scale the weights down or use a"
             " wider dtype"
         )
+
     # Largest slope that rounding may add to a map with this bound.
     inputs, outputs = (
         sum(_size(value, claim.norm) for value in values)
@@ -294,6 +300,7 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
             " (register_rule), correct it; if it is ours, please report it with the module's"
             " options"
         )
+
     if claim.centres is not None:
         # Steps in small balls are not much longer than the rounding of their ends.
         slope = (slope - allowed).clamp_min(0)

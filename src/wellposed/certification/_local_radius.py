@@ -69,6 +69,7 @@ def local_radius(
     module = without_compiler(module)
     if mask is not None and mask not in MASK_KINDS:
         raise ConfigError(f"local_radius: unknown mask {mask!r}; known: {', '.join(MASK_KINDS)}")
+
     require_finite_weights("local_radius", module)
     inputs = check_around(module, around, None, caller="local_radius")
     with undisturbed(module):
@@ -81,6 +82,7 @@ def local_radius(
             )
         search = _Search(module, centres, inputs, mask)
         radii = [search.radius(index, labels, steps) for index in range(len(inputs))]
+
     return torch.tensor(radii, dtype=torch.float64)
 
 
@@ -103,6 +105,7 @@ class _Search:
         best = self._proved(index, low, label)
         if best == 0.0:
             return 0.0
+
         tried = high * _FIRST
         for _ in range(steps):
             proved = self._proved(index, tried, label)
@@ -110,6 +113,7 @@ class _Search:
             # At the fixed point the radius that is proved is the one that was asked for.
             low, high = (tried, high) if proved >= tried else (max(low, proved), tried)
             tried = math.sqrt(low * high)
+
         return best
 
     def _proved(self, index: int, radius: float, label: Tensor | None) -> float:
@@ -127,6 +131,7 @@ class _Search:
         self.memory = builder.memory
         if not math.isfinite(bound.lipschitz):
             return 0.0
+
         certificate = Certificate(
             bound.lipschitz, (), bound.label, "tok", seq_len, 1, "", "", "", head=builder.head
         )

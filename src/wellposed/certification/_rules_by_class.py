@@ -118,6 +118,7 @@ def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
             " register_rule"
         )
     RULES[module_type] = rule
+
     return module_type
 
 

@@ -89,10 +89,12 @@ class CertificateBuilder:
             bound = replace(bound, fresh=False, overwrites=f"{context.path or 'it'} ({kind})")
         if bound.overwrites:
             self.overwriting.add(bound.overwrites)
+
         inner = [visit.row for visit in self.visits[index + 1 :] if visit is not None]
         if not inner and bound.label != "uncertified":
             # Without rows of parts the bound can be reused when the module is reached again.
             self.memory[key] = module, bound
+
         row = context._row(context.path, kind, bound)
         without = [inside for inside in inner if inside.label == "uncertified"]
         # A reason of its own, such as a claim that does not apply, is kept.
@@ -120,12 +122,14 @@ class CertificateBuilder:
                 " of the variant lipschitz (B14)",
                 unproved=True,
             )
+
         differs = uncertifiable_reason(module)
         if differs is not None:
             return context.refuse(differs)
         if not rule.__module__.startswith("wellposed."):
             # It was written for balls about 0, and may call a part on a multiple of the input.
             context = replace(context, moved=math.inf)
+
         composed_before = self.overwriting.copy()
         try:
             bound = rule(module, context)
@@ -138,6 +142,7 @@ class CertificateBuilder:
             if differs is None:
                 raise
             return context.refuse(differs)
+
         differs = None if bound.label == "uncertified" else self._differing_part(module, index)
         loose = self.overwriting - composed_before - {bound.overwrites}
         if loose:
@@ -156,6 +161,7 @@ class CertificateBuilder:
                 return None
             where = f"{context.path or 'the module itself'} ({kind.__name__})"
             raise ConfigError(f"certify: {where}: {error}") from error
+
         if differs is None and isinstance(error, AttributeError):
             differs = (
                 f"a part lacks what the rule of {kind.__name__} reads: {error}; put the"
@@ -314,6 +320,7 @@ class RuleContext:
         slope = partial(_slope_of_product, [part.differentiable for part in bounds])
         if not (self.is_branch and links is not None):
             total, form, slope = self._below_the_product(bounds, total, form, slope)
+
         return replace(
             composed(total, form, bounds, out_radius, skip),
             slope=slope,
@@ -341,6 +348,7 @@ class RuleContext:
                 slopes.append(partial(_slope_by_multipliers, links or (), tight))
             else:
                 slopes += [part.differentiable for part in parts]
+
         smaller = times(*factors)
         if not forms or not smaller < total:
             return total, form, slope
@@ -368,6 +376,7 @@ class RuleContext:
         self.builder.overwriting.discard(branch.overwrites)
         if branch.overwrites:
             return self.refuse(overwritten(branch.overwrites))
+
         # In norm sum, the skip is known apart for words (B14).
         has_one_map = self.norm != "sum" and scale != 0
         inside = self.tightest(branch.links, skip, scale) if has_one_map else NO_BOUND
@@ -377,6 +386,7 @@ class RuleContext:
             if apart.value < branch.lipschitz:
                 slope = partial(_slope_by_multipliers, branch.links or (), apart)
                 within = replace(branch, lipschitz=apart.value, slope=slope)
+
         total = abs(skip) + times(abs(scale), within.lipschitz)
         out_radius = times(abs(skip), self.radius) + times(abs(scale), branch.out_radius)
         parts = [LayerBound(1.0, "identity"), branch]
@@ -387,6 +397,7 @@ class RuleContext:
             joined = composed(inside.value, form, parts, out_radius, 0.0)
             slope = partial(_slope_by_multipliers, branch.links or (), inside)
             return replace(joined, fresh=True, slope=slope)
+
         joined = composed(total, form, parts, out_radius, max(skip, 0.0))
         return replace(
             joined,

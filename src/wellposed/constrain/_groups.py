@@ -107,6 +107,7 @@ def decay_groups(
         undecayed |= _raw_parameters(module)
         named = module._parameters.items()
         undecayed |= {id(weight) for name, weight in named if norm or name.endswith("bias")}
+
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -214,6 +215,7 @@ class MuonAndAdamW(Optimizer):
         rest = _part(groups, lambda parameter: id(parameter) not in stored)
         if not hidden:
             raise _nothing_for_muon(model, batch)
+
         self._parts: dict[str, Optimizer] = {
             "muon": _MuonOfMatrices(hidden, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
         }
@@ -325,6 +327,7 @@ def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[i
     elif muon is None and not isinstance(model_roles, RoleNotFoundError):
         problem = f"{model_roles}\nor name the matrices with muon="
         raise ConfigError(problem) from model_roles
+
     views = [weight.view for weight in located if weight.role in _HIDDEN]
     by_role = {id(view.parameter): view.transposed for view in views}
     if muon is not None:
@@ -335,6 +338,7 @@ def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[i
         ]
         _check_matrices((label, p) for label, p, _ in named if p is not None)
         return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in named}
+
     tables = {id(getattr(part, "weight", None)) for part in model.modules() if is_table(part)}
     tables |= {
         id(weight.view.parameter) for weight in located if weight.role.endswith("_embedding")

@@ -157,6 +157,7 @@ class Constraint(ABC):
                     if getattr(hook, "__self__", None) is self:
                         table.pop(key, None)
             guard_of(optimizer).remove(self._undo)
+
         for hook in (*self._hooks, *self._idle.values()):
             hook.remove()
         self._hooks.clear()

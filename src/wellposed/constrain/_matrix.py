@@ -69,6 +69,7 @@ class ConstrainedMatrix(Constrained):
         self.stored_dtype = self.dtype = self.parameter.dtype
         if matrix_set.keeps_master:
             self.dtype = compute_dtype(self.parameter)
+
         # Asked here, as the copy of a sharded matrix that its owner works on has no optimizer.
         self._reads_weight = self.is_half and reads_weight_size(optimizer)
         self.master: Tensor | None = None
@@ -310,6 +311,7 @@ class ConstrainedMatrix(Constrained):
         state = self.optimizer.state.get(self.parameter)
         if state is None:
             return
+
         for name in self.notes:
             state.pop(name, None)
         if LIE_MARK in state:

@@ -28,6 +28,7 @@ def _unwrapped(entry: Any) -> Optimizer:
     while isinstance(getattr(entry, "optimizer", None), Optimizer):
         wrappers.append(entry)
         entry = entry.optimizer
+
     name = type(entry).__name__
     if not isinstance(entry, Optimizer) or not hasattr(entry, "_optimizer_step_pre_hooks"):
         raise ConfigError(
@@ -41,6 +42,7 @@ def _unwrapped(entry: Any) -> Optimizer:
             f"constrain_: {name}.eval() puts another copy of the weights into the model, which would"
             " not be in the set; use AdamW, SGD, Adafactor or Muon"
         )
+
     for wrapper in wrappers:
         kind = type(wrapper).__name__
         writes = overwrites(wrapper, entry)
@@ -56,4 +58,5 @@ def _unwrapped(entry: Any) -> Optimizer:
                 kind,
                 name,
             )
+
     return entry

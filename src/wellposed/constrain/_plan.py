@@ -45,6 +45,7 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
             spare += weight.entries * weight.parameter.itemsize // parts
         stacked = alike[weight.shape, weight.owner]
         peak = max(peak, memory * min(stacked, max(1, ENTRIES // weight.entries)))
+
     calls = 0
     sent = 0.0
     buffers = 0
@@ -63,6 +64,7 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
             part = sum(sizes[index] for index in travel) // ranks
             arrived = max(part, *(sizes[index] for index in travel))
             buffers = max(buffers, (1 + is_steered) * (part + 2 * arrived))
+
     roles = ("/".join(sorted(weight.slice.roles)) or "weight" for weight in weights)
     stored = ((weight.shape, weight.parameter.dtype) for weight in weights)
     kinds = counted_kinds((role, *kind) for role, kind in zip(roles, stored, strict=True))
@@ -113,4 +115,5 @@ def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> t
         layer.weight.grad = 0.1 * noise.flip(0) - layer.weight.detach()
         with meter:
             optimizer.step()
+
     return meter.flops - first, meter.peak_bytes

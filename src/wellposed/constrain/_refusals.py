@@ -28,6 +28,7 @@ def merge_tied(model: nn.Module, chosen: Sequence[WeightSlice]) -> list[WeightSl
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
+
     merged: dict[object, WeightSlice] = {}
     announced: set[str] = set()
     for index, part in enumerate(chosen):
@@ -41,6 +42,7 @@ def merge_tied(model: nn.Module, chosen: Sequence[WeightSlice]) -> list[WeightSl
             announced.add(name_here)
             logger.warning("%s is tied to %s; constrained once", name_here, ", ".join(others))
         merged.setdefault(key, replace(part, also=others))
+
     return list(merged.values())
 
 
@@ -56,12 +58,14 @@ def check_weights(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), []).append(optimizer)
+
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     wrong: list[tuple[str, ConfigError | ShapeError]] = []
     for part in slices:
         holders = owners.get(id(part.parameter), [])
         problems = _problems(part, holders, kinds, refusal)
         wrong += [(part.label, problem) for problem in islice(problems, 1)]
+
     if wrong:
         wrong.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
         lines = listed([f"{name}: {problem}" for name, problem in wrong])
@@ -81,16 +85,19 @@ def _problems(
         why = "computes or packs its weight (a parametrisation, a hook, or quantised)"
         yield ConfigError(f"{type(part.module).__name__} {why}; a plain nn.Parameter is needed")
         return
+
     if part.deviation is not None:
         yield ConfigError(
             f"the layer computes something else, as {part.deviation}; remove that, merge the"
             " adapter into the weight, or name the adapter's factors in where="
         )
+
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
         kind = f"{type(parameter).__name__} of {parameter.dtype}, quantised or not floating"
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
         yield ConfigError("float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU")
+
     yield from _problems_of_shape(part, tuple(parameter.shape), refusal)
     adapted = ", or name its adapter's factors, as in where='*.lora_A.*'"
     if not parameter.requires_grad:
@@ -98,11 +105,13 @@ def _problems(
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
     if part.is_adapted:
         yield ConfigError(f"the layer adds an adapter to it; merge and unload that{adapted}")
+
     if is_sharded(parameter) and part.part and cut_of(parameter) is None:
         yield ConfigError(
             f"a part of a weight that is cut along several dimensions ({parameter.placements}); cut it"
             " by fully_shard or by tensor parallelism alone, or leave it out"
         )
+
     if len(holders) != 1:
         yield ConfigError(
             f"{'owned by more than one' if holders else 'not owned by the'} given optimizer ({kinds});"
@@ -139,6 +148,7 @@ def check_values(
     if meta:
         problem = "constrain_: on the meta device, without values; load the weights first, or plan"
         raise ConfigError(f"{problem} with dry_run=True:\n{listed(meta)}")
+
     wholes = Wholes()
     for part in slices:
         assert part.parameter is not None  # _check raised for it
@@ -154,6 +164,7 @@ def check_values(
         why = refusal(ZeroColumns(int(lost), first=int(first), columns=len(zeros)))
         if why is not None:
             empty.append(f"{part.label}: {why}")
+
     if broken:
         raise ConvergenceError(
             "constrain_: these weights contain NaN or infinity, so none in the set is nearest; load"

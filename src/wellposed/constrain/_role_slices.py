@@ -44,6 +44,7 @@ def _parts(
         return _blocks(matrix, weights, per=per)
     if parameter.ndim != 3 or entries != set(range(len(parameter))):
         return [matrix]
+
     return [
         part
         for expert in range(len(parameter))
@@ -61,18 +62,22 @@ def _blocks(matrix: WeightSlice, weights: Sequence[RoleWeight], *, per: Per) -> 
     pieces = [(spans, role) for role, several in by_role for spans in several]
     if not pieces or matrix.parameter is None or any(spans is None for spans, _ in pieces):
         return [replace(matrix, roles=frozenset(weight.role for weight in weights))]
+
     roles: dict[range | None, set[str]] = {}
     for spans, role in pieces:
         roles.setdefault(block_of(spans or ()), set()).add(role)
+
     blocks = [rows for rows in roles if rows is not None]
     if len(blocks) < len(roles):
         return [replace(matrix, scattered=True)]
+
     transposed = weights[0].view.transposed
     left = set(range(matrix.parameter.shape[-1 if transposed else -2]))
     for rows in blocks:
         if not left.issuperset(rows):
             return [matrix]
         left.difference_update(rows)
+
     free = [range(*span) for span in spans_of(sorted(left))]
     return [
         replace(matrix, rows=rows, transposed=transposed, roles=frozenset(roles.get(rows, ())))

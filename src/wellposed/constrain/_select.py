@@ -100,6 +100,7 @@ def select_weights(
         elif not matched:
             unmatched.append(_no_match(asked, candidates))
         chosen |= matched
+
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
     _check_roles(verb, model, wanted, present, model_roles)
@@ -107,12 +108,14 @@ def select_weights(
     selected = [part for part in candidates if id(part) in chosen | played]
     if per is not None:
         _check_heads(verb, selected, model_roles)
+
     scattered = [part.label for part in selected if part.scattered and id(part) in played]
     if scattered:
         raise ConfigError(
             "the rows of roles interleave in these weights; give per='head', or name the whole weight"
             f" in where=:\n{listed(scattered)}"
         )
+
     return selected
 
 

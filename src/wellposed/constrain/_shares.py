@@ -62,6 +62,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
         if matrix.is_displaced and matrix.before is not None and not _is_read_before(matrix):
             matrix.value.add_(matrix.before)
             matrix.is_displaced = False
+
     taken: dict[ConstrainedMatrix | None, Retraction | str] = {}
     order: Matrices = []
     numbers: list[Tensor] = []
@@ -83,6 +84,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
         for gathered in wholes.values():
             gathered.parameter = nn.Parameter(gathered.parameter.new_empty(0))
         order += matrices
+
     # (3 matrices,) -> (matrices, 3): code, size, drift
     rows: list[list[float]] = torch.cat(numbers).view(-1, 3).tolist() if numbers else []
     for matrix, (code, size, drift) in zip(order, rows, strict=True):
@@ -93,6 +95,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
         else:
             reason = f"rank {matrix.owner} of its mesh, which works on it, says why"
             outcomes.append((matrix, taken.get(matrix.gathered, reason)))
+
     return outcomes
 
 
@@ -154,6 +157,7 @@ def _follow(
     gathered.slice = replace(matrix.slice, expert=None, rows=None)
     gathered.parameter = nn.Parameter(value)
     gathered.parameter.grad = gradient
+
     try:
         if matrix.gathered is None:
             gathered.owner = gathered.before = None
@@ -163,6 +167,7 @@ def _follow(
             gathered.claim()
     except ConvergenceError:  # the retraction raises it later, on every rank
         gathered.master = value.to(gathered.dtype)
+
     if math.isfinite(matrix.drift):  # of a checkpoint
         gathered.drift = matrix.drift
     matrix.gathered = gathered

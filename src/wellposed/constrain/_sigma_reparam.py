@@ -179,6 +179,7 @@ def _problem(part: WeightSlice, names: Sequence[str]) -> str:
         return (
             "it is computed already (a parametrisation, a hook, or quantised); take that off first"
         )
+
     problems = {
         "its layer computes something else, or has an adapter; merge the adapter first": (
             part.deviation is not None or part.is_adapted
@@ -192,6 +193,7 @@ def _problem(part: WeightSlice, names: Sequence[str]) -> str:
         "it is on the meta device, without values; load the weights first": parameter.is_meta,
     }
     problem_of_kind = next((problem for problem, is_so in problems.items() if is_so), "")
+
     return problem_of_kind or _problem_of_values(part.matrix_in(parameter.detach()))
 
 

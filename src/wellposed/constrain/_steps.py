@@ -98,6 +98,7 @@ class MatrixConstraint(Constraint):
                 " wellposed.parameter_groups(model, weight_decay, where=...)"
                 f" does:\n{listed(refused)}"
             )
+
         if decayed and "decay" not in self._warned:
             self._warned.add("decay")
             logger.warning(
@@ -105,6 +106,7 @@ class MatrixConstraint(Constraint):
                 " sets their size",
                 len(decayed),
             )
+
         return decay
 
     def _finish(self, optimizer: Optimizer) -> None:
@@ -209,6 +211,7 @@ class MatrixConstraint(Constraint):
                 if len(group) == 1:
                     return [(group[0], str(error))]
                 return [outcome for weight in group for outcome in self._retract_group([weight])]
+
         for weight in group:
             weight.is_in_step = False  # its result is written, and its copy may change
         copy_before([weight for weight in group if weight.keeps_copy])

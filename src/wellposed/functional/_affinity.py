@@ -87,6 +87,7 @@ def affinity_penalty(
             value = _exactly(attention.query, attention.key, attention.masks)
         else:
             value = _probes(attention.query, attention.key, attention.masks, num_probes, generator)
+
     return value.reshape(query.shape[:-2])
 
 
@@ -115,6 +116,7 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
         raise ShapeError(
             f"affinities of self-attention are square; received shape {tuple(logits.shape)}"
         )
+
     *lead, tokens, _ = logits.shape
     bias = logits.reshape(-1, 1, tokens, tokens)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -159,6 +161,7 @@ class _Exact(torch.autograd.Function):
                 grads["key"].append((upstream.mT @ q).mul_(masks.scale).to(key.dtype))
             if need_bias:
                 grads["bias"].append(upstream)
+
         slopes = (torch.cat(parts) if parts else None for parts in grads.values())
         ctx.save_for_backward(*slopes, query, key, bias)
         ctx.masks = masks
@@ -204,11 +207,13 @@ def _value_and_gradient(
         # With gradients on, autograd keeps the softmax: do not change it in place.
         fill = Tensor.masked_fill if torch.is_grad_enabled() else Tensor.masked_fill_
         affinity = fill(affinity, rows, 0)
+
     outer = affinity @ affinity.mT
     value = outer.square().sum(dim=(-2, -1)) - 2 * affinity.square().sum(dim=(-2, -1))
     value = value + _count(logits, masks)
     if not gradient:
         return value, None
+
     upstream = (outer @ affinity).sub_(affinity).mul_(4)
     upstream -= (upstream * affinity).sum(dim=-1, keepdim=True)
     return value, upstream.mul_(affinity)
@@ -233,6 +238,7 @@ def _probes(
     mixed = mixed[..., : 2 * num_probes].to(torch.promote_types(query.dtype, torch.float32))
     if masks.left_out is not None:
         mixed = mixed.masked_fill(masks.left_out[..., None], 0)
+
     first, second = mixed.split(num_probes, dim=-1)
     of_gram = (first.mT @ second).square().sum(dim=(-2, -1)) / num_probes**2
     of_affinity = mixed.square().sum(dim=(-2, -1)) / (2 * num_probes)
@@ -257,6 +263,7 @@ def _sdpa_masking(
         return query, key, None, masks.is_causal
     if not masks.is_causal:
         return query, key, ~masks.padded[..., None, :], False
+
     # Causal and padded: an extra inner-product column masks padded keys; no N x N mask.
     closed = (masks.padded[..., None] * (-_BLOCKED / masks.scale)).to(key.dtype)
     closed = closed.expand(*key.shape[:-1], 1)

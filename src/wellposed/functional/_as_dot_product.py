@@ -35,6 +35,7 @@ def check_attention_inputs(
         raise ShapeError(
             f"{call}: query, key, value must be floating (..., tokens, head_dim); received {kinds}"
         )
+
     keys = key.shape[-2]
     problems: list[str] = []
     if query.shape[-1] != key.shape[-1]:
@@ -42,10 +43,12 @@ def check_attention_inputs(
             f"query width {query.shape[-1]} and key width {key.shape[-1]} differ; expected one"
             " head_dim"
         )
+
     if keys != value.shape[-2]:
         problems.append(
             f"{keys} keys and {value.shape[-2]} values; expected one value for every key"
         )
+
     if not all(broadcasts(one[:-2], other[:-2]) for one in shapes for other in shapes):
         problems.append(f"the leading dimensions of {shapes} do not broadcast")
     rows = (query.shape[-2], keys)
@@ -55,6 +58,7 @@ def check_attention_inputs(
         problems.append(
             f"attn_mask is {tuple(attn_mask.shape)}; expected (..., queries, keys) {rows}"
         )
+
     if padding is not None:
         batch = query.shape[: 1 if query.dim() > 2 else 0]
         problems += padding_problems(padding, (*batch, keys))
@@ -359,6 +363,7 @@ def cosine_attention(
         )
     if not isinstance(tau, Tensor) and not tau > 0:
         raise ConfigError(f"cosine_attention: tau is {tau}; expected a positive temperature")
+
     check_attention_inputs("cosine_attention", (query, key, value), attn_mask)
     query, key, value = (normalized_vectors(tokens, eps) for tokens in (query, key, value))
     # A learnt temperature must stay a tensor, while the fused kernel takes a number.

@@ -42,6 +42,7 @@ def gram_attention(
             f"gram_attention: received left {tuple(left.shape)} and right {tuple(right.shape)} for"
             f" x {tuple(x.shape)}; expected (d, d) or (experts, d, d)"
         )
+
     if folded is None:
         folded = folding_pays(x, sigma)
     elif folded and sigma.dim() == 3:
@@ -49,6 +50,7 @@ def gram_attention(
             f"gram_attention: sigma has shape {tuple(sigma.shape)}, one for each token; it cannot"
             " be folded"
         )
+
     if folded and sigma.dim() == 2:
         rows = sigma.expand(len(x), -1).unsqueeze(1)
         if left.dim() == 2:
@@ -56,6 +58,7 @@ def gram_attention(
         return F.elu(x @ ((left.unsqueeze(1) * rows) @ right.unsqueeze(1)))
     if folded:
         return F.elu(_project(x, (left * sigma) @ right))
+
     inner = _project(x, left) * per_token(sigma)
     flat = inner.view(*left.shape[:-2], -1, x.shape[-1])
     return F.elu((flat @ right).view(inner.shape))

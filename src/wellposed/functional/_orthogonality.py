@@ -82,6 +82,7 @@ def orthogonality_errors(weight: Tensor) -> OrthogonalityErrors:
         diagonal.zero_()
         worst.append(torch.stack(gram.aminmax()).abs().amax())
         off_diagonal += torch.linalg.vector_norm(gram).cpu().double().square()
+
     squares = torch.cat(lengths)
     inverse = squares.sum() / (squares.square().sum() + off_diagonal)
     distance = (squares * inverse - 1).square().sum() + off_diagonal * inverse.square()

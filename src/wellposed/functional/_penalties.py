@@ -130,6 +130,7 @@ def qr_penalty(
         raise ConfigError(
             f"qr_penalty: method = {method!r}, expected 'householder' or 'gram_schmidt'"
         )
+
     check_weights([weight])
     original = weight
     weight = gathered(weight)
@@ -306,12 +307,14 @@ def _local_blocks(
     first = cuts[0]
     if is_square and first is not None and len(set(cuts)) == 1:
         by_columns = first.dim == 0
+
     wanted = int(not by_columns)
     turned = [cut is not None and cut.dim != wanted for cut in cuts]
     is_alike = {cut and cut.groups for cut in cuts} == {first and first.groups}
     if first is None or not is_alike or (any(turned) and len(first.groups) > 1):
         # Autograd turns the gather into a scatter of the gradient.
         return [gathered(weight) for weight in weights], (), by_columns
+
     alike = [weights[index::members] for index in range(members)]
     blocks = [
         _cut_the_other_way(some) if is_turned else [weight.to_local() for weight in some]  # type: ignore[attr-defined]

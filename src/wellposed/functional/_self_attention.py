@@ -96,6 +96,7 @@ def _read_masks(
         by_key = padded[..., None, :]
         bias = by_key if bias is None else bias + by_key
         padded = None
+
     if bias is not None:
         left_out = _unattended_in(bias, allowed, is_causal=is_causal)
     elif allowed is not None:
@@ -104,6 +105,7 @@ def _read_masks(
     else:
         return Masks(scale, None, None, padded, padded, is_causal)
     left_out = left_out if padded is None else left_out | padded
+
     return Masks(scale, allowed, bias, padded, left_out, is_causal)
 
 
@@ -139,6 +141,7 @@ def _check(
         )
     if query.dtype == torch.float16 and query.device.type == "cpu":
         raise ConfigError(f"{call}: float16 queries on a CPU; use bfloat16 or float32 there")
+
     *lead, tokens, _ = query.shape
     square = (*lead, tokens, tokens)
     expected = (lead[0] if lead else 1, tokens)
@@ -146,6 +149,7 @@ def _check(
         raise ShapeError(
             f"{call}: attn_mask is {tuple(attn_mask.shape)}, expected to broadcast to {square}"
         )
+
     if padding is not None and padding.numel() == math.prod(expected):
         padding = padding.reshape(expected)
     is_added = padding is not None and padding.is_floating_point()

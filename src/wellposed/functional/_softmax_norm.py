@@ -46,6 +46,7 @@ def softmax_jacobian_norm(probabilities: Tensor) -> Tensor:
         is_above = first > rest * (first - middle)
         high = torch.where(is_above, middle, high)
         low = torch.where(is_above, low, middle)
+
     return high[..., 0]
 
 

@@ -25,6 +25,7 @@ def bent_inside(  # noqa: PLR0917
     sizes = grams.size
     if len(lengths) > 1:  # the largest size serves all, so few distinct numbers are needed
         sizes = [max(sizes)] * len(sizes)
+
     rounding = [grams.rounding * size * size for size in sizes]
     strength = partial(_strengths, columns=point.shape[-1], unit=unit_of(point.dtype), goal=goal)
     rows = [list(map(strength, rounding, row, sizes)) for row in lengths]
@@ -34,6 +35,7 @@ def bent_inside(  # noqa: PLR0917
     bend = symmetric_product(square, square).mul_(chosen(ninth, depth, point.dtype)[:, None, None])
     if any(map(any, fifth)):
         bend.addcmul_(square, chosen(fifth, depth, point.dtype)[:, None, None])
+
     bent = product(point, bend, plus=point, alpha=-1.0)
     again = [
         index
@@ -51,6 +53,7 @@ def bent_inside(  # noqa: PLR0917
         put_(bent, again, part)
         for index, length in zip(again, proved, strict=True):
             largest[index] = length
+
     return bent, largest
 
 
@@ -70,6 +73,7 @@ def _strengths(
         # Multiplying the powers by b and a rounds them, and so does their sum.
         bend = length ** (4 * power - 1) * frobenius + error
         errors.append(length * error + (g + 4.0 * unit) * frobenius * bend)
+
     stored = (columns / PIECE + 10) * unit * frobenius
     wanted = length - goal + stored
     fourth = length**4
@@ -82,6 +86,7 @@ def _strengths(
         return 0.0, wanted / (9.0 * eighth * by_ninth), goal
     if wanted > by_fifth:
         by_ninth = (length + errors[1] / eighth) / 9.0
+
     t = (wanted - by_fifth) / (by_ninth - by_fifth)
     reached = goal
     if t < -1.0:

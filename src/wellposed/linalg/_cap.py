@@ -133,6 +133,7 @@ def cap_spectral_norms_(
         )
     if targets[0].numel() == 0:
         return [SpectralCap("inside", 0.0)] * len(targets)
+
     work = workspace or Workspace()
     with torch.no_grad(), full_precision(targets[0].device.type):
         is_one = len(targets) == 1 and not work.is_ahead
@@ -145,6 +146,7 @@ def cap_spectral_norms_(
             outside = [targets[index] for index in moved]
             inside = [stack[index] for index in moved]
             work.write(lambda: torch._foreach_copy_(outside, inside))
+
     return caps
 
 
@@ -165,6 +167,7 @@ def _cap_(
         raise ConvergenceError(
             f"cap_spectral_norm_: the {tuple(stack.shape[1:])} matrix is not finite"
         )
+
     caps = [
         SpectralCap("inside" if size <= TOP else "exact", size * bound * (1.0 + SVD_MARGIN))
         for size in sizes
@@ -182,6 +185,7 @@ def _cap_(
         if near.places:
             gram = _cap_by_proofs_(stack, near, caps, bound, hints, work, nearest=nearest)
         left = [index for index in near.places if caps[index].method == "exact"]
+
     is_exact = not left or gram is None or gram.dtype == torch.float64
     done = {} if is_exact else _roughly(stack, left, bound, gram)
     caps = [done.get(index, cap) for index, cap in enumerate(caps)]
@@ -194,6 +198,7 @@ def _cap_(
                 exact = lengths.mul_(1.0 + SVD_MARGIN).tolist()
                 for index, length in zip(places, exact, strict=True):
                     caps[index] = SpectralCap("exact", length)
+
     return caps
 
 
@@ -237,9 +242,11 @@ def _cap_by_proofs_(  # noqa: PLR0917
     for position, length in zip(near.places, tried[0], strict=True):
         if length <= rungs[0]:
             caps[position] = SpectralCap("inside", rungs[0] * bound)
+
     proved = _Proved(*near, tried, depth, rungs[0])
     for position, cap in enumerate(_capped_by_products_(stack, proved, bound, work)):
         caps[position] = caps[position] if cap is None else cap
+
     if not nearest:
         return None
     outside = [index for index, length in enumerate(tried[0]) if length > 1.0]
@@ -305,6 +312,7 @@ def _roughly(
     done = {places[at]: SpectralCap("exact", tops[at] * (1.0 + SVD_MARGIN)) for at in sure}
     if sure:
         put_(stack, [*done], _stored(selected(value, sure), stack.dtype, bound, work))
+
     unsure = [index for index in places if index not in done]
     if unsure:
         part = selected(stack, unsure).clone()
@@ -312,6 +320,7 @@ def _roughly(
         again = _cap_(part, bound, hints, work, nearest=True, is_wide=True)
         done |= zip(unsure, again, strict=True)
         put_(stack, unsure, part)
+
     return done
 
 
@@ -332,6 +341,7 @@ def _by_eigenvectors(matrices: Tensor, bound: float, gram: Tensor | None) -> tup
         error = symmetric_product(vectors.double().mT, vectors.double())
         error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
         vectors = torch.baddbmm(vectors, vectors, error.float(), alpha=-0.5)
+
     images = point @ vectors
     lengths = torch.linalg.vector_norm(images, dim=-2, keepdim=True, dtype=torch.float64)
     images.mul_(1.0 - top / lengths.clamp_min(top))

@@ -100,9 +100,11 @@ def proves_definite(blocks: Blocks, errors: Sequence[Tensor]) -> Tensor:
     for index, (error, scale) in enumerate(zip(errors, scales, strict=True)):
         trace = scaled[index, index].diagonal(dim1=-2, dim2=-1).sum(-1)
         slack = slack + 2 * (terms + _MORE_TERMS) * UNIT * trace + (error * scale).square().sum(-1)
+
     for (row, column), block in scaled.items():
         if row > column:
             slack = slack + _ROUNDINGS * UNIT * block.square().sum((-2, -1)).sqrt()
+
     # The margin covers the rounding of the slack, and of subtracting it.
     slack = 1.01 * slack + _ROUNDINGS * UNIT
     lowered = dict(scaled)

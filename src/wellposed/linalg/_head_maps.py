@@ -143,6 +143,7 @@ def shared_points_norm(left: HeadMaps, right: HeadMaps) -> Tensor:
     usable = (product > 0) & product.isfinite() & (ratio > 0) & ratio.isfinite()
     if not bool(usable.any()):
         return product
+
     tries = torch.where(usable, ratio, 1.0) * ratio.new_tensor(_RATIOS)[:, None]
     joint = torch.cat((left.maps, right.maps), dim=-1)
     widths = [left.maps.shape[-1], right.maps.shape[-1]]
@@ -156,6 +157,7 @@ def shared_points_norm(left: HeadMaps, right: HeadMaps) -> Tensor:
     norms = certified_spectral_norm(joint * columns[best, heads][:, None, :])
     spread = multiplier.sqrt() * left.errors + multiplier.rsqrt() * right.errors
     half = (norms + spread).square() / 2 * _SLACK
+
     return torch.where(usable, torch.minimum(product, half), product)
 
 

@@ -100,6 +100,7 @@ class L2Layer:
         self.mixing = self.mixing * shrink[:, None, None]
         with full_precision(output.device.type):
             self.paths = self.mixing @ output
+
         # |fl(R W_O) - R W_O| <= gamma |R| |W_O| entry by entry; it matters if the product cancels.
         gamma = (mixing.shape[-1] + 4) * torch.finfo(dtype).eps
         mixed = self.mixing.detach().abs()
@@ -161,16 +162,19 @@ class L2Layer:
         check_norm(norm)
         if norm == "inf":
             return _inf_bound(self.projection, self.paths, self.column_error, constants)
+
         composite = Bound(
             (self.read * self.write).sum() * constants.bracket(norm), f"sum |W_h||C_h|, {norm} (B3)"
         )
         if per_head_only or self.projection.shape[0] == 1:
             return composite
+
         forms = list(self.scalings)
         if self.projection.shape[1] > _TRY_ALL_BELOW:
             # Every scaling is valid, so a guess may choose the one to certify.
             guesses = [self._joint(form, constants, norm, guess=True).detach() for form in forms]
             forms = [forms[int(torch.stack(guesses).argmin())]]
+
         values = [
             Bound(self._joint(form, constants, norm), f"{form}, {norm} (B3)") for form in forms
         ]
@@ -214,6 +218,7 @@ def _inf_bound(projection: Tensor, paths: Tensor, error: Tensor, constants: L2Co
     margin = 1 + 4 * (projection[0].numel() + paths[0].numel()) * torch.finfo(paths.dtype).eps
     # The smaller one of each row is at most either one for all rows.
     value = (averaging + torch.minimum(through_inf, through_two)).sum(0).amax() * margin
+
     return Bound(value, "per row, inf (B1)")
 
 

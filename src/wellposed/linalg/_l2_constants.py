@@ -106,6 +106,7 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
     moment = _ONE_KEY * (n - 1)
     if mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
+
     if mask != "any":
         s = 1 if mask == "full" else 2
         # min over 0 < e <= 1 of sqrt(sN) N^(e/2) / (2.71828 e) is at e = 2 / ln N, or at e = 1 for
@@ -113,6 +114,7 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
         e = 1.0 if n < math.e**2 else 2 / math.log(n)
         mass = min(mass, math.sqrt(s * n))
         moment = min(moment, math.sqrt(s * n) * n ** (e / 2) / (math.e * e))
+
     others = float(n - 1)
     # e exp(e) = M / 2.71828^2; the margin covers the division.
     excess = phi_inverse(others / math.e) * (1 + 1e-14)

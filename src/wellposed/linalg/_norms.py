@@ -131,6 +131,7 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
         return matrix.new_zeros(matrix.shape[:-2])
     if matrix.shape[-2] < matrix.shape[-1]:
         matrix = matrix.mT
+
     eps = torch.finfo(matrix.dtype).eps
     matrix, outer = unit_scaled(matrix)
     scales: list[Tensor] = []
@@ -143,6 +144,7 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
             gammas.append(2 * (matrix.shape[-2] + 4) * eps)
             unit = matrix / norm
             matrix = unit.mT @ unit
+
     bound = _frobenius(matrix)
     for norm, gamma in zip(reversed(scales), reversed(gammas), strict=True):
         bound = norm * torch.sqrt(bound + gamma)
@@ -227,6 +229,7 @@ def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
     side = grams.shape[-1]
     if grams.ndim == 3 and grams.device.type == "cpu" and side > _ONE_BY_ONE:
         return torch.stack([ritz_vectors(gram, steps) for gram in grams])
+
     largest = grams.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(grams.dtype).tiny)
     rough = (grams / largest[..., None, None]).float()
     vector = ritz_start(side, rough)[:, None].expand(*rough.shape[:-1], 1)
@@ -246,6 +249,7 @@ def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
         size = torch.maximum(size, inside[..., step, None, :])
         vector = image - basis.mT @ inside
         vector = vector - basis.mT @ (basis @ vector)
+
     # Only the lower triangle was filled, and only it is read.
     return basis.mT @ torch.linalg.eigh(projected).eigenvectors
 
@@ -341,6 +345,7 @@ def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
         lower = lower.repeat(len(shift) // len(gram), 1, 1)
     if more:
         lower = F.pad(lower, (0, more, 0, more))
+
     lower.diagonal(dim1=-2, dim2=-1).add_(shift.to(lower)[:, None])
     is_whole = None
     for start in range(0, size, block):
@@ -355,6 +360,7 @@ def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
         below = panel[:, end - start :]
         below.copy_(torch.linalg.solve_triangular(corner.mT, below, upper=True, left=False))
         panel[:, : end - start] = corner
+
     return torch.ones(len(shift), dtype=torch.bool, device=gram.device)
 
 
@@ -403,6 +409,7 @@ def wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
             f" {tuple(weight.shape)}. For a complex W use [[Re W, -Im W], [Im W, Re W]], which has"
             " its norm; dequantise integers"
         )
+
     if dtype is None:
         dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
     matrix = weight.to(dtype)
@@ -414,4 +421,5 @@ def wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
             " are NaN or infinite, so the map has no Lipschitz constant; look for the step at"
             " which training diverged"
         )
+
     return matrix

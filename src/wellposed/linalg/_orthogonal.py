@@ -147,6 +147,7 @@ def _by_halley_steps(point: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         else:
             solved = point @ torch.cholesky_inverse(lower)
         point = solved.mul_(a - rest).add_(point, alpha=rest)
+
     error = minus_identity_(symmetric_product(point.mT, point))
     is_near = torch.linalg.vector_norm(error, dim=-1).amax(-1) <= _LAST
     return point.double().sub_(point @ error, alpha=0.5), is_near

@@ -156,6 +156,7 @@ def rotate(
         raise ConvergenceError(
             f"the step of a {tuple(point.shape)} orthogonal weight is not finite"
         )
+
     budget = _SHARE * tolerance
     # |A|_2^2 <= |A^2|_F <= sqrt(n) times its largest row, and likewise for A^3.
     size = (2.0 * half * math.sqrt(point.shape[-1])) ** 0.5
@@ -178,14 +179,17 @@ def rotate(
             size = min(size, (2.0 * spread) ** 0.5)
             is_large = size > QUADRATIC_LIMIT
         moved.add_(third)
+
     if is_large:
         moved = minus_identity_(torch.matrix_exp(skew * scale))
     else:
         moved.add_(skew, alpha=scale)  # p - I
+
     unseen = math.inf if drift is None else drift + defect + _UNSEEN * tolerance
     if unseen <= budget:
         _added_product(point, moved, out=out)
         return Retraction(method, math.nan, unseen)
+
     if defect <= budget:
         error = _error(point, gain, work)
         (e,) = work.bounds("drift", _largest_row(error), minimum=0.3 * tolerance)
@@ -194,6 +198,7 @@ def rotate(
         if left <= budget:
             _added_product(point, moved.add_(error, alpha=-0.5), out=out)
             return Retraction("corrected", math.nan, left)
+
     _added_product(point, moved, out=out)
     method, left = _polish_(out, gain, tolerance, work)
     if method != "svd" and is_large:
@@ -240,6 +245,7 @@ def retract_(
         )
     if size >= _BASIN:
         return Retraction(_svd_(weight, gain), size)
+
     (e2,) = work.bounds("squared", _largest_row(squared))
     slope = torch.mul(error, -5 / 16, out=work("skew", error.shape, weight))
     slope.diagonal(dim1=-2, dim2=-1).add_(3 / 8)
@@ -249,6 +255,7 @@ def retract_(
     weight.add_(torch.matmul(weight, cubic, out=work("tall", weight.shape, weight)))
     if 0.55 * e2 * e2 * (1.0 + size) <= 0.5 * tolerance:
         return Retraction("series", size)
+
     return Retraction(_polish_(weight, gain, tolerance, work)[0], size)
 
 

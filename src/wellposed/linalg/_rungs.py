@@ -137,6 +137,7 @@ def proved_lengths(
         rung = torch.where(is_shown.any(0), chosen(rows, depth), math.inf)
         work.bounds("rung", rung, slack=1.0, decay=_HOLD, guess=far)
         return [[rungs[index] for index in row] for row in rows], depth
+
     at = [min(bisect.bisect_left(rungs, hint * (1.0 - SVD_MARGIN)), last) for hint in hints]
     low = [-1] * len(at)
     high = [last + 1] * len(at)
@@ -153,6 +154,7 @@ def proved_lengths(
                 step = at[index] + (-reach if is_shown else reach)
                 at[index] = min(max(step, low[index] + 1), high[index] - 1)
         reach *= 2
+
     rung = torch.tensor([index if index <= last else math.inf for index in high])
     work.bounds("rung", rung, slack=1.0, decay=_HOLD)
     return [[rungs[index] if index <= last else math.inf for index in high]], depth
@@ -168,6 +170,7 @@ def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
     left = [index for index, low in enumerate(corners) if low < rooms[index]]
     if not left:
         return lengths
+
     some = grams.selected(left).gram
     top = ritz_vectors(some, _LANCZOS)[..., -1:].to(some)
     quotients = (top.mT @ (some @ top))[..., 0, 0] / top.square().sum((-2, -1))
@@ -182,6 +185,7 @@ def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
             if is_shown:
                 lengths[index] = norm
         left = [index for index in left if lengths[index] == math.inf]
+
     return lengths
 
 
@@ -213,6 +217,7 @@ def is_within(grams: Grams, wanted: Sequence[float], *, is_ahead: bool = False) 
     shift.sub_(grams.norm.square().repeat(count), alpha=grams.rounding)
     if is_ahead:
         return has_factor(grams.gram, shift)
+
     is_small = diagonal.amax(-1).repeat(count) <= on_device_of(diagonal, wanted, diagonal.dtype)
     tried = torch.nonzero(is_small).flatten().tolist()
     if tried:

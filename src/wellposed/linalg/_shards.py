@@ -43,6 +43,7 @@ def cut_of(tensor: Tensor, *, once: bool = True) -> Cut | None:
         return None
     if once and [type(places[index]).__name__ for index in over] != ["Shard"]:
         return None
+
     groups = tuple(map(mesh.get_group, over))
     ranks = math.prod(map(mesh.size, over))
     return Cut(groups, dims.pop(), ranks, mesh.get_local_rank(over[0]))
@@ -108,9 +109,11 @@ class Layout:
             if cut.rank != self.holder:
                 return local.new_empty(self.shape(cut.rank))
             first = cut.span(self.stored[0], cut.rank)[0]
+
         matrix = local if self.entry is None else local[self.entry - first]
         if self.rows is None:
             return matrix
+
         is_cut_here = self.holder is None and self.dim == matrix.ndim + self.axis
         start = cut.span(self.stored[cut.dim], cut.rank)[0] if is_cut_here else 0
         rows = self._taken(cut.rank) if is_cut_here else self.rows
@@ -184,6 +187,7 @@ def wholes_of(
         shapes = [[layouts[i].shape(rank) for i in mine] for rank in ranks]
         arrived = zip(mine, *_exchange(cut, sent, shapes), strict=True)
         wholes |= {index: torch.cat(parts, layouts[index].dim) for index, *parts in arrived}
+
     return wholes
 
 
@@ -218,6 +222,7 @@ def write_shards_(
     arrived = _exchange(cut, sent, shapes)
     values = [value for _, *values in arrived for value in values]
     torch._foreach_copy_([shard for part in shards for shard in part], values)
+
     return torch.cat([head for head, *_ in arrived]).view(torch.float64)
 
 
@@ -238,4 +243,5 @@ def _exchange(
         )
         flat = arrived
     pieces = iter(flat.split([math.prod(shape) for part in shapes for shape in part]))
+
     return [[next(pieces).view(*shape) for shape in part] for part in shapes]

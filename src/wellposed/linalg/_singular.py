@@ -112,6 +112,7 @@ def _golub_kahan(matrix: Tensor) -> float | None:
             if error < TOLERANCE:
                 return value
         rights[k + 1] = right / beta
+
     return None
 
 
@@ -147,6 +148,7 @@ def _checked(weight: Tensor) -> Tensor:
             f"received a weight of dtype {weight.dtype}; expected a real floating-point one,"
             " dequantise first"
         )
+
     matrix = weight.detach()
     low, high = matrix.aminmax()
     if not (torch.isfinite(low) and torch.isfinite(high)):
@@ -155,4 +157,5 @@ def _checked(weight: Tensor) -> Tensor:
             f"the weight of shape {tuple(weight.shape)} holds {bad} NaN or infinite values of"
             f" {weight.numel()}; it has no singular values"
         )
+
     return matrix

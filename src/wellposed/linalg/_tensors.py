@@ -293,6 +293,7 @@ class Workspace:
         for device in {values.device for _, _, values, *_ in unread}:
             parts = [values for _, _, values, *_ in unread if values.device == device]
             numbers[device] = torch.cat(parts).tolist()
+
         for task, key, values, guess, margins in unread:
             count = len(values)
             rest = numbers[values.device]
@@ -301,6 +302,7 @@ class Workspace:
             self._remember(key, actual, margins)
             if not all(number <= bound for number, bound in zip(actual, guess, strict=True)):
                 self._wrong.update(task)
+
         for task, result in results:
             if self._wrong.isdisjoint(task):
                 result()

@@ -105,6 +105,7 @@ def searched_branches(
         grams = _on_one_ray(maps)
     else:
         grams = _grams(maps, _proposed(maps))
+
     bounds = _proved(maps, grams)
     used = torch.ones(maps.live.shape, dtype=torch.float64).expand(len(networks), -1).clone()
     used[:, maps.live] = grams.multipliers
@@ -161,6 +162,7 @@ def _parts(network: Network, skip: float, scale: float) -> tuple[Tensor, Tensor,
         straight = straight + skip * torch.eye(len(straight), dtype=torch.float64)
         lost += 2 * _size(straight)
     excess = 1.01 * UNIT * lost + UNDERFLOW + abs(scale) * network.excess
+
     return straight, out, first, excess
 
 
@@ -183,6 +185,7 @@ def _proposed(maps: _Maps) -> Tensor:
     steps = min(_STEPS, int(_WORK / max(step, 1)))
     if steps < 1 or not hidden:
         return start
+
     ascent = Ascent(start.log(), torch.minimum(first[0], second[0]))
     for _ in range(steps):
         ascent.step(*_value_and_gradient(maps, ascent.point.exp(), ascent.temperature))
@@ -210,6 +213,7 @@ def _best_on_ray(maps: _Maps, base: Tensor) -> tuple[Tensor, Tensor]:
         rest = 1 - values / size[..., None]
         matrix = size[..., None, None] * gram + (turned.mT / rest[..., None, :]) @ turned
         tried.append((torch.linalg.eigvalsh(matrix)[..., -1], size))
+
     values = torch.stack([value for value, _ in tried])
     sizes = torch.stack([size for _, size in tried])
     chosen = values.argmin(0, keepdim=True)
@@ -235,6 +239,7 @@ def _value_and_gradient(
     change = (into @ vectors).square() * multipliers[..., None]
     change = change - (out.mT @ reached).square() / multipliers[..., None]
     gradient = (change * weights[..., None, :]).sum(-1) / values[..., None]
+
     return torch.where(fails[..., 0, 0], math.inf, values), gradient
 
 
@@ -293,6 +298,7 @@ def _on_one_ray(maps: _Maps) -> _Grams:
     more = _LARGER_FACTORS if bool((values[1] < values[0]).any()) else _SMALLER_FACTORS
     values += [_reach(straight, inner, outer, 1 + factor) for factor in more]
     sizes = 1 + smallest.new_tensor((*_WIDE_FACTORS, *more))
+
     return base.scaled(smallest * sizes[torch.stack(values).argmin(0)])
 
 

@@ -88,11 +88,13 @@ def searched_chain(
     work = _work(network, skip)
     if work > _LARGEST_WORK or not network.is_usual:
         return math.inf, []
+
     if multipliers is None:
         proposals = _proposed(network, skip, scale, int(_WORK / (6 * work + 1)))
     else:
         _check(multipliers, network)
         proposals = [[multiplier.to(torch.float64) for multiplier in multipliers]]
+
     # The best proposal may be too near the edge of the feasible ones to be proved.
     for proposal in proposals:
         bound = _proved(network, skip, scale, proposal)
@@ -152,6 +154,7 @@ def _blocks(network: Network, skip: float, scale: float, multipliers: Sequence[T
         blocks[index, index] = blocks[index, index] + (weight.mT * bent) @ weight
         blocks[index + 1, index] = -(mid * multiplier)[:, None] * weight
         blocks[index + 1, index + 1] = torch.diag(multiplier)
+
     output = len(network.weights)
     blocks[output, output - 1] = scale * network.weights[-1]
     if skip:
@@ -178,6 +181,7 @@ def _proposed(network: Network, skip: float, scale: float, most: int) -> list[li
     steps = min(_STEPS, most)
     if steps < 1:
         return [start]
+
     widths = [len(multiplier) for multiplier in start]
     nothing = torch.tensor(math.inf, dtype=torch.float64)
     ascent = Ascent(
@@ -187,6 +191,7 @@ def _proposed(network: Network, skip: float, scale: float, most: int) -> list[li
         ascent.step(*_value_and_gradient(network, skip, scale, ascent, widths))
         if ascent.is_over():
             break
+
     first = torch.cat(start).log()
     shares = (0.0, 0.02, 0.2, 1.0)
     mixed = (ascent.best.lerp(first, share).exp() for share in shares)
@@ -227,6 +232,7 @@ def _greedy(network: Network) -> list[Tensor]:
         block = torch.diag(multiplier) - centred[:, None] * _solved(before, weight) * centred
         block = (block + block.mT) / 2
         multipliers.append(multiplier)
+
     return multipliers
 
 

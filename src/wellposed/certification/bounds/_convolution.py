@@ -68,6 +68,7 @@ def _norm(kernel: Tensor) -> float:
     by_taps = float(certified_spectral_norm(matrices).sum())
     if math.prod(taps) == 1:
         return by_taps
+
     for fineness in _FINENESS:
         sizes = [1 if count == 1 else fineness * (count - 1) for count in taps]
         # Frequencies w and -w have conjugate matrices.
@@ -77,6 +78,7 @@ def _norm(kernel: Tensor) -> float:
             < _WORK
         ):
             return min(by_taps, _on_grid(matrices, taps, sizes))
+
     return by_taps
 
 
@@ -100,6 +102,7 @@ def _on_grid(matrices: Tensor, taps: torch.Size, sizes: list[int]) -> float:
         lower = torch.cat((imaginary, real), dim=-1)
         norms = certified_spectral_norm(torch.cat((upper, lower), dim=-2))
         largest = max(largest, float(norms.max()))
+
     cosines = (
         math.cos(math.pi * (count - 1) / size)
         for count, size in zip(taps, sizes, strict=True)

@@ -99,6 +99,7 @@ def network_of(links: Sequence[Link]) -> Network | None:
                 f"network_of: matrix {index} of {len(matrices)}, {tuple(weight.shape)}, holds {wrong}"
                 " entries that are NaN or infinite, so the map has no bound; pass finite weights"
             )
+
     if len(matrices) < 2:
         return None
     builder = _Builder()
@@ -131,10 +132,12 @@ class _Builder:
         weight = link.weight.to("cpu", torch.float64)
         if not _has_usual_size(weight):
             raise _NoNetwork
+
         error = 0.0
         if self.after_pairs:
             weight, error = _unpaired(weight)
             self.after_pairs = False
+
         if len(self.weights) > len(self.slopes):
             before = self.weights.pop()
             before_error = self.errors.pop()
@@ -213,6 +216,7 @@ def _after(first: tuple[Tensor, Tensor], second: Slopes | SortedPairs) -> tuple[
     high = stacked.amax(0)
     middle = (low + high) / 2
     size = stacked.abs().amax(0)
+
     return middle, torch.maximum(high - middle, middle - low) + 16 * UNIT * size
 
 

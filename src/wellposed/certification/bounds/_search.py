@@ -50,11 +50,13 @@ class Ascent:
         self._history.append(self.value)
         if len(self._history) <= _PATIENCE:
             return False
+
         earlier = self._history[-1 - _PATIENCE]
         if bool((self.value * (1 + _WORTH) < earlier).any()):
             return False
         if not self._restarts:
             return True
+
         self._restarts -= 1
         self._history.clear()
         self.point = self.best

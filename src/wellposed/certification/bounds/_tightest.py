@@ -51,10 +51,12 @@ def tightest_bound(links: Sequence[Link], skip: float = 0.0, scale: float = 1.0)
     is_isometric = all(map(_is_nearly_isometric, matrices))
     if len(matrices) < (3 if is_isometric else 2) or (is_isometric and skip):
         return NO_BOUND
+
     with torch.no_grad():
         network = network_of(links)
     if network is None or not network.is_usual:
         return NO_BOUND
+
     try:
         if is_isometric:
             return _of_chain(0.0, scale, *unsearched_chain(network, scale))
@@ -122,5 +124,6 @@ def _by_pairs(network: Network) -> float:
             mid, half = slopes[1]
             total *= float((mid.abs() + half).max()) * (1 + 1e-15)
         del weights[:2], slopes[:2]
+
     # Each factor is an upper bound; their product is rounded once a factor.
     return total * (1 + 1e-14 * len(network.weights)) + network.excess

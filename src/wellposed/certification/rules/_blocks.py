@@ -73,6 +73,7 @@ def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
             f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm,"
             " DynamicTanh or DynamicErf"
         )
+
     context.reads(norm, NoNorm)
     return context.sublayer(
         lambda inner: inner.chain([(name, getattr(module, name)), ("dropout", module.dropout)]),
@@ -146,6 +147,7 @@ def _invertible_residual(module: InvertibleResidual, context: RuleContext) -> La
     vouched = module.lipschitz
     if branch.overwrites or vouched is None or vouched >= branch.lipschitz:
         return context.residual(branch)
+
     if branch.label == "uncertified":
         # Without a rule nothing says which tensor a part in place changes.
         parts = module.f.named_modules(prefix="f")
@@ -155,6 +157,7 @@ def _invertible_residual(module: InvertibleResidual, context: RuleContext) -> La
         changed = next(in_place, None)
         if changed is not None:
             return context.refuse(overwritten(changed))
+
     # The claim covers the module without later hooks and adapters, and supplies a missing proof
     # alone: other reasons say that the map is not the claimed one.
     applies = module.norm == context.norm and first_deviation(module.f) is None
@@ -187,6 +190,7 @@ def of_one_vector(route: Callable[[RuleContext], LayerBound], context: RuleConte
     bound = route(context)
     if context.norm != 2:
         return bound
+
     other = context.in_norm("tok")
     by_token = route(other)
     if by_token.lipschitz < bound.lipschitz:
@@ -198,4 +202,5 @@ def of_one_vector(route: Callable[[RuleContext], LayerBound], context: RuleConte
         mine.skip = theirs.skip
         mine.notes.append("layer bounds are in norm tok")
         return replace(by_token, form="norm 2 by the tok route")
+
     return bound

@@ -47,6 +47,7 @@ def _l2_self_attention(module: L2SelfAttention, context: RuleContext) -> LayerBo
     layers: Layers | None = None
     if module.contractive is not None:
         layers = context.remember(module, "bound_layers", lambda: module.bound_layers("cholesky"))
+
     reason = module.certificate_refusal(layers)
     if reason is not None:
         return context.refuse(
@@ -54,6 +55,7 @@ def _l2_self_attention(module: L2SelfAttention, context: RuleContext) -> LayerBo
         )
     if layers is not None:
         return _contractive(module, context, layers)
+
     constants = l2_constants(context.seq_len, mask=context.mask)
     layer = context.remember(module, "L2Layer", lambda: module.bound_layers("cholesky")[1])
     bound = layer.bound(constants, norm=check_norm(context.norm))
@@ -77,6 +79,7 @@ def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) 
             value = float(module.lipschitz_bound(context.seq_len, **asked))
         except WellposedError as error:
             return context.refuse(str(error))
+
     # The layer is Lipschitz in tok, so outputs stay in a ball around its value at 0.
     bounded = context.norm == "tok" and math.isfinite(context.radius)
     radius = (
@@ -187,6 +190,7 @@ def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) ->
     centre = context.centre_of(module)
     if centre is None:
         return everywhere
+
     near = cosine_near(cosine, weights, centre, context.moved)
     if not float(near.value) < everywhere.lipschitz:
         return everywhere

@@ -28,18 +28,21 @@ def _convolution(module: Convolution, context: RuleContext) -> LayerBound:
             f"a convolution mixes the rows that norm {context.norm} reads as tokens; certify in"
             " norm=2 (all entries) or 'inf' (the largest entry)"
         )
+
     weight = module.weight
     if context.norm == "inf":
         # Padding of every mode copies entries or adds zeros.
         sums = weight.detach().double().abs().sum(tuple(range(1, weight.ndim)))
         bound = float(sums.max()) * (1 + 1e-12 * math.sqrt(weight[0].numel()))
         return LayerBound(bound, "largest absolute sum of a filter", fresh=True)
+
     mode = module.padding_mode
     if mode not in ("zeros", "circular"):
         return context.refuse(
             f"padding_mode={mode!r} repeats entries, so the norm depends on the length and no bound"
             " is proved; use 'zeros' or 'circular', or certify in norm='inf'"
         )
+
     reach = (
         taps * (size - 1) for taps, size in zip(module.dilation, module.kernel_size, strict=True)
     )
@@ -51,6 +54,7 @@ def _convolution(module: Convolution, context: RuleContext) -> LayerBound:
             "its circular padding wraps outputs around more than once, so some count twice; use"
             " padding='same'"
         )
+
     stride = tuple(module.stride)
     form = "all frequencies (B20)"
     if mode == "circular" and max(stride) > 1:
@@ -60,6 +64,7 @@ def _convolution(module: Convolution, context: RuleContext) -> LayerBound:
     elif max(stride) > 1 and max(module.dilation) > 1:
         stride = (1,) * len(stride)
         form = "all frequencies (B20), as with stride 1"
+
     bound = context.remember(
         weight,
         ("convolution", stride, module.groups),

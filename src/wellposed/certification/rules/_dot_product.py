@@ -104,6 +104,7 @@ def _terms(weights: AttentionWeights, radius: float, *, rotary: bool) -> _Terms:
         )
         spreads = query_size * key_size / root * (1 + 1e-12)
         return _Terms(query, key, spreads, query_size, key_size, None)
+
     # h: heads, D: of a token, d: of a head
     shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1)
     square = radius * radius / root
@@ -159,17 +160,20 @@ def dot_product_ball_bound(
     if norm == "tok":
         averages = 1 + key if rotary else (1 + key.square()).sqrt() * (1 + 1e-12)
         return _with_query_term(weights, averages, terms, "ball R, tok (B21)")
+
     masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in terms.spreads])
     if norm == "sum":
         per_head = (masses.square() * (1 + 2 * key) + query) * (1 + 1e-12)
         # Heads may move different tokens, so a root of a sum of squares would be wrong.
         apart = (weights.paths.norms * per_head).sum() * (1 + 1e-12)
         return Bound(apart, "ball R, sum (B14), sum |V_h W_O,h| L_h")
+
     key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
     averages = masses + key_masses * key
     if not rotary:
         both = masses * (1 + key.square()).sqrt() * (1 + 1e-12)
         averages = torch.minimum(averages, both)
+
     per_head = _with_query_term(weights, averages, terms, "ball R, norm 2 (B21)")
     # The multi-head form of B5 in norm 2: every head sees the whole perturbation once.
     value = weights.value_norms
@@ -183,6 +187,7 @@ def dot_product_ball_bound(
         + radius / root * key_masses.amax() * (value * terms.query_size).amax() * key_all
     )
     together = Bound(weights.output_norm * bracket, "ball R, norm 2, heads together (B5)")
+
     return smallest_bound([per_head, together])
 
 

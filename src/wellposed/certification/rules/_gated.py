@@ -67,11 +67,13 @@ def _gated(module: Any, context: RuleContext) -> LayerBound:
             f"values and slopes of its gate {type(module.act_fn).__name__} are not known on an interval;"
             " use SiLU or GELU"
         )
+
     context.reads(module.act_fn)
     if math.isinf(context.radius):
         return context.refuse_without_ball(
             "a gate multiplies two maps, so it has no global Lipschitz constant"
         )
+
     reached = _reached(module.gate_proj, module, context)
     parts = _Gated(
         module.gate_proj,
@@ -89,6 +91,7 @@ def _gated(module: Any, context: RuleContext) -> LayerBound:
     tight = NO_BOUND if context.is_branch else context.tightest(links)
     if not tight.value < bound.lipschitz:
         return bound
+
     return replace(bound, lipschitz=tight.value, form=f"{form}, {tight.form}")
 
 
@@ -102,6 +105,7 @@ def _reached(layer: nn.Linear, owner: nn.Module, context: RuleContext) -> Ends:
     bias = weight.new_zeros(len(weight))
     if layer.bias is not None:
         bias = layer.bias.detach().to("cpu", torch.float64)
+
     rows = weight.norm(dim=-1) * _SLACK
     reach = rows * context.radius
     low = bias - reach
@@ -113,6 +117,7 @@ def _reached(layer: nn.Linear, owner: nn.Module, context: RuleContext) -> Ends:
         low = low.maximum(outputs.amin(0) - moved)
         high = high.minimum(outputs.amax(0) + moved)
     margin = 1e-9 * (low.abs() + high.abs())
+
     return low - margin, high + margin
 
 

@@ -125,6 +125,7 @@ class ModelRule:
         read_parts(module, context, present)
         if self.pooler in present:
             context.reads(attrgetter(self.pooler)(module).activation)
+
         longest = 0.0
         for path in self.tables.split():
             table = attrgetter(path)(module)
@@ -186,10 +187,12 @@ def _projections(module: Any, owner: nn.Module, paths: str, context: RuleContext
     parts: list[Any] = [owner.get_submodule(path) for path in paths.split()]
     if len(parts) == 4:
         return parts
+
     for part in parts:
         if not is_class(class_called(part), "transformers.pytorch_utils", "Conv1D"):
             raise Refused(f"it reads a {type(part).__name__} in place of a Conv1D")
         context.reads(part)
+
     fused, output = parts
     sizes = [module.split_size] * 3
     if fused.weight.shape[1] != sum(sizes):
@@ -197,6 +200,7 @@ def _projections(module: Any, owner: nn.Module, paths: str, context: RuleContext
             f"its c_attn makes {fused.weight.shape[1]} numbers of a token, and its call cuts them into"
             f" {sizes}; set split_size so that these add up"
         )
+
     return [*slices(fused.weight.mT, fused.bias, sizes), Slice(output.weight.mT, output.bias)]
 
 
@@ -213,11 +217,13 @@ def refuse_other_attention(module: Any) -> None:
             f"its attention runs as attn_implementation={kind!r}, and a bound is proved for eager and"
             " sdpa alone; load the model with attn_implementation='sdpa'"
         )
+
     run = source.ALL_ATTENTION_FUNCTIONS.get_interface(kind, source.eager_attention_forward)
     functions = [(f"{kind} attention", run, homes[kind])]
     if hasattr(source, "apply_chunking_to_forward"):
         name = "apply_chunking_to_forward"
         functions.append((name, getattr(source, name), ("transformers.pytorch_utils", name)))
+
     for what, function, home in functions:
         if home_of(function) != home:
             raise Refused(

@@ -67,6 +67,7 @@ class _Rows:
         if causal:
             hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
             logits = logits.masked_fill(hidden, -math.inf)
+
         self.shares = logits.softmax(-1)
         """P (H, N, N)."""
         self.visible = logits.isfinite()
@@ -136,6 +137,7 @@ def cosine_near(
         longest = vectors.amax((0, -1)) * _SLACK + reach
         slopes.append(size / (shortest.square() + cosine.eps).sqrt())
         lengths.append(longest / (longest.square() + cosine.eps).sqrt())
+
     query, key, value = slopes
     of_query, of_key, of_value = lengths
     logits = cosine.tau * of_value * (query * of_key + key * of_query)

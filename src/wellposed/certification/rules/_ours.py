@@ -171,6 +171,7 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
     reason = _TWO_MAPS if drawn else _refusal(module, context)
     if reason is not None:
         return context.refuse(reason)
+
     for part in module.modules():
         context.reads(part, *_PARTS)
     spread = _spectrum_spread(module)
@@ -190,6 +191,7 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
         growth *= (1 + step) * fed
         bound = LayerBound(value / before, "layer's factor in the recursion of B8")
         context.record(layer, f"layers.{index}", bound)
+
     # Sigma and gates ignore padded tokens, which may have any size.
     if _follows_input(module) and _PADDING not in context.builder.notes:
         context.builder.notes.append(_PADDING)
@@ -199,6 +201,7 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
         grows = ", which grows like sqrt d" if kind == "max" else ""
         form = f"sigma by the {kind} (B8){grows}"
     radius = math.inf if _has_bias(module) else growth * context.radius
+
     return LayerBound(value * (1 + 1e-9), form, out_radius=radius)
 
 
@@ -232,6 +235,7 @@ def _refusal(module: Stack, context: RuleContext) -> str | None:
             "pooled gates have no Lipschitz constant, since their change multiplies unbounded expert"
             " outputs; build the stack with gating='normalized', or one expert"
         )
+
     fed = [cast(TransJectBlock, layer).feedforward for layer in module.layers]
     if any(part.training and part.dropout > 0 for part in fed):
         return "dropout is active; call eval()"
@@ -241,6 +245,7 @@ def _refusal(module: Stack, context: RuleContext) -> str | None:
         return "no bound is proved for a causal spectrum or causal gates, which differ by token"
     if _has_bias(module) and _follows_input(module):
         return "feedforward_bias has a bound with spectrum='random' and one expert alone"
+
     return None
 
 
@@ -249,6 +254,7 @@ def _spectrum_spread(module: Stack) -> float:
     spectrum = module.spectrum
     if not isinstance(spectrum, GramSpectrum):
         return 0.0
+
     basis = spectrum.basis.weight.detach().double()
     defect = float(
         certified_spectral_norm(basis.mT @ basis - torch.eye(len(basis), dtype=basis.dtype))
@@ -259,6 +265,7 @@ def _spectrum_spread(module: Stack) -> float:
             " U0 - I|_2), expected below 1; constrain it: constrain_(model, optimizer,"
             " where='*.basis')"
         )
+
     condition = math.sqrt((1 + defect) / (1 - defect))
     by_trace = spectrum.normalization == "trace"
     return condition * (1.0 if by_trace else 2 * math.sqrt(2 * module.embed_dim))

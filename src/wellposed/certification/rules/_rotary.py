@@ -70,6 +70,7 @@ class _RotaryModel(ModelRule):
                 f"its config runs {module.config.num_hidden_layers} of {len(module.layers)} layers; set"
                 " num_hidden_layers to their number"
             )
+
         return super().__call__(module, context)
 
 

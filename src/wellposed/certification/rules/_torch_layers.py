@@ -274,6 +274,7 @@ def norm_bound(
         return context.refuse(
             f"eps={eps:g} is negative or NaN, so the norm has a pole; build it with eps > 0"
         )
+
     gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
     bound = layer_norm_bound(gain, eps, width, norm=context.norm, centred=centred)
@@ -281,6 +282,7 @@ def norm_bound(
         return context.refuse(
             "with eps=0 it divides by 0 at a constant token; build it with eps > 0"
         )
+
     form = "max|gamma| / sqrt(eps)"
     centre = context.centre_of(module)
     if centre is not None:
@@ -290,6 +292,7 @@ def norm_bound(
             form = f"max|gamma| / sqrt(s^2 + eps), s >= {lowest:.3g} around the inputs (B22)"
         else:
             form += ": a token may become constant within the radius"
+
     # |x_hat| <= sqrt(D) for all inputs, so outputs lie in a ball.
     steepest = gain / math.sqrt(eps) if eps else math.inf
     radius = min(gain * math.sqrt(width), times(steepest, context.radius)) + shift

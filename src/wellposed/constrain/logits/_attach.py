@@ -118,6 +118,7 @@ def _attention_of(
             "constrain_: to='logits' needs a query or key of attention, and none of these weights is"
             f" one; leave where= out for all queries:\n{listed([part.label for part in chosen])}"
         )
+
     with_rows = [
         r
         for r in roles
@@ -129,4 +130,5 @@ def _attention_of(
             "constrain_: to='logits' scales rows by head, and the rows of these heads are unknown, or"
             f" several weights make a query:\n{listed(unknown)}"
         )
+
     return roles

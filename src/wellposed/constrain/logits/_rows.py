@@ -97,9 +97,11 @@ def _cut(scaled: ScaledParameter) -> ScaledParameter:
             "constrain_: to='logits' scales rows of weights that are cut once, as by fully_shard;"
             f" received placements {placements}. Leave it out with where=, or shard it on one mesh"
         )
+
     mine = slice(None)
     if cut is not None and cut.dim == scaled.outputs:
         mine = slice(*cut.span(len(scaled.heads), cut.rank))
+
     heads = scaled.heads.to(parameter.device)
     powers = scaled.powers.to(parameter.device)
     return replace(scaled, heads=heads[mine], powers=powers[mine])
@@ -146,4 +148,5 @@ def head_rows(role: AttentionRole) -> list[HeadRows]:
             heads += [head] * len(indices)
             powers += [0.5] * half + [1.0] * (len(indices) - half)
         result.append(HeadRows(getattr(role, name), *map(torch.tensor, (heads, rows, powers))))
+
     return result

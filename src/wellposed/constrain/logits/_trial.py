@@ -51,6 +51,7 @@ def tried_attention(
             f"constrain_: to='logits' runs {type(model).__name__} once to check that logits follow"
             " the rows that are scaled; give batch=, the input of the model"
         )
+
     weights = [CappedAttention(role, model, owners, bound) for role in roles]
     stored = tuple(model.parameters())  # scaled, then restored bit for bit
     with (
@@ -60,6 +61,7 @@ def tried_attention(
     ):
         passes = _Passes(model, weights, batch, undo)
         problems = [_problem(weight, passes) for weight in weights]
+
     wrong = [
         f"{weight.path}: {problem}"
         for weight, problem in zip(weights, problems, strict=True)
@@ -71,6 +73,7 @@ def tried_attention(
             " L2, cosine or capped attention, normalised queries or keys, position biases or adapters."
             f" Leave these modules out with where=, or merge adapters first:\n{listed(wrong)}"
         )
+
     return weights
 
 
@@ -90,6 +93,7 @@ class _Passes:
         undo.hook(AttentionWatcher, model, [attention.role for attention in modules], self._see)
         for attention in modules:
             undo.hook(attention.module.register_forward_hook, self._call(attention))
+
         for attention in modules if self._can_repeat else ():
             # Before others, which may change what it is called with: they will again.
             undo.hook(

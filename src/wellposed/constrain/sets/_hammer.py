@@ -46,6 +46,7 @@ class SpectralHammer(SpectralSize):
         is_bad = ~(torch.isfinite(total) & (total > 0.0))
         if work.bounds("none", is_bad.sum(), guess=(0.0,))[0] > 0.0:
             raise ConvergenceError(f"a {tuple(matrix.shape[-2:])} matrix is zero or not finite")
+
         vectors = torch.linalg.eigh(gram.where(torch.isfinite(gram), 0.0)).eigenvectors
         right = vectors[..., -1:]
         image = point @ right

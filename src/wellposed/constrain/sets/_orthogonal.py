@@ -114,6 +114,7 @@ class Orthogonal(MatrixSet):
             sizes = [float(f"{mean:.3g}") for mean in traces.tolist()]
             if 0.0 in sizes:
                 raise ConvergenceError("the matrix is zero, so gain='fit' has nothing to fit")
+
         gains = gram.new_tensor(sizes)[:, None, None]
         away = gram / gains.square()
         away.diagonal(dim1=-2, dim2=-1).sub_(1.0)
@@ -124,6 +125,7 @@ class Orthogonal(MatrixSet):
             fitted = None if factors is None else factors[some]
             nearest = polar_factors(tall(stack[some]), gram[some]) if fitted is None else fitted
             point[some] = nearest.mul_(gains[some])
+
         inside = point if stack.shape[-2] >= stack.shape[-1] else point.mT
         if not self.is_steered and stack.shape[-2] > stack.shape[-1]:
             inside.mul_(stack.ne(0).any(dim=-1, keepdim=True))
@@ -155,6 +157,7 @@ class Orthogonal(MatrixSet):
             # On a CPU `dist` needs half the time of `equal`.
             change = torch.dist(point, joined(before, matrices[0].dtype, "before", work))
             is_same = work.bounds("edited", change, guess=(0.0,))[0] == 0.0
+
         if not is_same:
             for matrix in unchanged:
                 matrix.is_kept = False
@@ -173,12 +176,14 @@ class Orthogonal(MatrixSet):
             first.is_square or first.is_half or first.is_displaced
         ):
             point = joined(points, first.dtype, "points", work)
+
         options = {"gain": self.size, "tolerance": TOLERANCES[first.dtype], "workspace": work}
         step = moved
         if point is not None and not first.is_displaced:
             # Padding makes reads by columns faster.
             step = work("step", moved.shape, moved, padded=True) if first.is_square else moved
             torch.sub(moved, point.to(first.stored_dtype), out=step)
+
         if first.is_square and point is not None:
             drift = max(matrix.drift for matrix in matrices)
             try:
@@ -190,6 +195,7 @@ class Orthogonal(MatrixSet):
         else:
             taken = retract_(moved if point is None else moved.add_(point), **options)
         work.write(lambda: first.store(values, moved))
+
         return taken
 
 

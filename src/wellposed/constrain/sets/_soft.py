@@ -85,6 +85,7 @@ class SpectralSoft(SpectralSize):
         with full_precision(point.device.type):
             once = point - strength * (point @ (point.mT @ point))
             twice = once + strength * (once @ (once.mT @ once))
+
         inside = (norms <= 1.0)[..., None, None]
         result = (twice * (self.size * room)).where(~inside, tall(wide(matrix)))
         oriented = result if matrix.shape[-2] >= matrix.shape[-1] else result.mT
