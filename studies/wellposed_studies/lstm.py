@@ -108,10 +108,12 @@ class LSTMForCausalLM(PreTrainedModel):
         mask = attention_mask
         if mask is not None and bool(((mask[:, :-1] == 0) & (mask[:, 1:] != 0)).any()):
             raise ShapeError("LSTMForCausalLM: padding before a token; expected it on the right")
+
         states, _ = self.lstm(self.dropout(self.token(input_ids)))
         logits = self.lm_head(self.dropout(states))
         if labels is None:
             return CausalLMOutput(logits=logits)
+
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)
         loss = self.loss_function(
             logits=logits,
@@ -120,6 +122,7 @@ class LSTMForCausalLM(PreTrainedModel):
             vocab_size=self.config.vocab_size,
             num_items_in_batch=num_items_in_batch,
         )
+
         return CausalLMOutput(loss=loss, logits=logits)
 
 

@@ -68,6 +68,7 @@ def split_module(source: str) -> Module:
         judges += added
         grown = bool(added)
     measures = [statement for statement in statements if statement not in judges]
+
     return Module(measures, [statement for statement in statements if statement in judges])
 
 
@@ -161,6 +162,7 @@ def _reached(statements: Sequence[ast.stmt], wanted: set[str]) -> list[ast.stmt]
         names |= added
         grown = bool(added)
     reached = [definitions[name] for name in names]
+
     return [statement for statement in statements if statement in reached]
 
 

@@ -66,6 +66,7 @@ def _reproduction(file: Path, values: dict[str, Any]) -> ExtraSection:
     drawing = file.with_suffix(".svg")
     drawn = base64.b64encode(drawing.read_bytes()).decode() if drawing.is_file() else ""
     table = file.with_suffix(".csv")
+
     return ExtraSection(
         title,
         {name: str(value) for name, value in facts.items() if value is not None},

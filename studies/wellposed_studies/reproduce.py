@@ -94,6 +94,7 @@ class Reproduced:
         ]
         if not self.leads:
             lines.append("  row:        decided by the larger run in this folder, as before")
+
         criterion = self.result.criterion
         if criterion is not None:
             seeds = criterion.seeds or "none"
@@ -101,6 +102,7 @@ class Reproduced:
                 f"  test:       {criterion.test}",
                 f"  seeds:      {seeds}; uncertainty: {criterion.uncertainty}",
             ]
+
         return "\n".join([*lines, *(f"  note:       {note}" for note in self.result.notes)])
 
 
@@ -114,6 +116,7 @@ def _checked_recipe(name: str, scale: str, inputs: Mapping[str, Any]) -> Recipe:
             f"{name}: has no {scale} scale, which would take too long; docs/paper_scale.md has"
             f" the papers' settings. Its scales: {', '.join(recipe.minutes)}"
         )
+
     for option, value in inputs.items():
         if value is not None and option not in recipe.takes:
             able = [other for other in recipe_names() if option in RECIPES.get(other).takes]
@@ -121,6 +124,7 @@ def _checked_recipe(name: str, scale: str, inputs: Mapping[str, Any]) -> Recipe:
                 f"{name}: reads no {option}, received {option}={value!r}; leave it out; these do:"
                 f" {shortened(able)}"
             )
+
     return recipe
 
 
@@ -170,12 +174,14 @@ def reproduce(
         raise ConfigError(f"minutes = {minutes!r:.80}, expected a finite number > 0")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out}: is a file; --out names a folder")
+
     check_data(data)
     out.mkdir(parents=True, exist_ok=True)
     data = _data_of(recipe, data)
     builtin = f"no data given: {recipe.builtin}" if data is None and recipe.builtin else None
     if builtin is not None:
         announce(builtin)
+
     request = Request(scale, out, data, announce, encoder, vectors, languages, jobs, minutes)
     power = None if recipe.power is None else dict(recipe.power(request))
     stem = file_stem(name)
@@ -186,9 +192,11 @@ def reproduce(
         result = replace(result, holds=None)
     if builtin is not None:
         result = replace(result, notes=(*result.notes, builtin))
+
     earlier = finished(out, name)
     if earlier is not None and earlier["scale"] == "toy":
         earlier = None  # no evidence
+
     first = leads(earlier, {"scale": scale, "size": result.size})
     files = tuple(out / f"{stem}{suffix}" for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.claim, result, seconds, files, encoder, first)
@@ -197,6 +205,7 @@ def reproduce(
         values = with_history(earlier, values)
     if first or scale != "toy":
         _write(done, values, out)
+
     return done
 
 
@@ -229,6 +238,7 @@ def _values(
         for option, value in (("encoder", request.encoder), ("vectors", request.vectors))
         if value is not None
     }
+
     return {
         "recipe": recipe.name,
         "scale": request.scale,

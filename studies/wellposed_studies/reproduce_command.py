@@ -85,6 +85,7 @@ def _reproduce(words: Sequence[str]) -> int:
         recipes = [recipe for name in options.names for recipe in _expand(name)]
         print("\n".join(_plan(recipe, options) for recipe in recipes))
         return 0
+
     if "all" in options.names:
         holds = [_run_all(options)]
     else:
@@ -116,6 +117,7 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, Any]]]:
                 f"{name}: none of its recipes reads --{', --'.join(unread)}; leave it out"
             )
         requested += some
+
     return requested
 
 
@@ -126,6 +128,7 @@ def _run_all(options: ReproduceArguments) -> bool:
             '--encoder, --vectors, --languages or --minutes with "all": name the recipes that read it, for'
             " instance mcgrath2024"
         )
+
     check_data(options.data)
     holds = True
     for name in recipe_names():
@@ -138,6 +141,7 @@ def _run_all(options: ReproduceArguments) -> bool:
             holds = _make(name, options, _typed_inputs(options, RECIPES.get(name).takes)) and holds
         except (ConfigError, DataError) as error:
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
+
     options.page.parent.mkdir(parents=True, exist_ok=True)
     replace_file(options.page, reproduction_page(options.out).encode())
     print(f"page: {options.page}")
@@ -169,6 +173,7 @@ def _plan(name: str, options: ReproduceArguments) -> str:
         lines.append(f"  data:         --data{other}")
     if recipe.power is None:
         return "\n".join([*lines, "  nothing is trained, so no seeds are compared"])
+
     plan = recipe.power(Request(options.scale, options.out))
     lines += [f"  seeds:        {plan['seeds']}", f"  can be seen:  {plan['words']}"]
     return "\n".join([*lines, f"  levelled off: {plan['levelled_off']}"])

@@ -64,6 +64,7 @@ def reproduction_page(folder: Path) -> str:
     lines.append(f"\n**{counted_own(folder)}**: [their own part](#our-own-claims).")
     if missing:
         lines.append(f"\nNot run: {', '.join(name for name in all_found if name in missing)}.")
+
     lines += ['\n<div class="artefacts" markdown>', _overview(papers)]
     lines += [_folded("How to read this page", _GUIDE), *_sections(papers), "\n</div>"]
     lines += [f"\n# {OWN_HEADING}\n", "Questions of this project, which no paper claims."]
@@ -152,6 +153,7 @@ def _section(values: Mapping[str, Any], group: Group) -> str:
         source = f" at {str(made['source'])[:7]}" if made["source"] else ""
         versions = f"wellposed {made['wellposed']}{source}, torch {made['torch']}"
         rows["made"] = f"{made['date']}, {versions}, {made['machine']}"
+
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
     title = _title(values)
     return _folded(f"{title}: {_verdict(values)}", f"## {title}\n", "| | |", "|---|---|", *table)
@@ -173,12 +175,14 @@ def _reservations(values: Mapping[str, Any]) -> dict[str, str]:
     if different:
         runs = ", ".join(f"{run} {words[holds]}" for run, holds in different)
         reasons["runs disagree"] = f"{runs}; so the row is undecided"
+
     unordered = not_compared(values.get("size"), runs_of(values))
     if unordered and kind_of(values) == "trained":
         reasons["sizes of runs"] = f"no order but that of scale and time: {', '.join(unordered)}"
     if values["holds"] is not None and judged_earlier(values):
         was = words[values["holds"]]
         reasons["judged earlier"] = f"{was} by rules that have changed since; run it again"
+
     return reasons
 
 

@@ -31,13 +31,16 @@ def finished(folder: Path, name: str) -> dict[str, Any] | None:
     path = folder / f"{file_stem(name)}.json"
     if not path.is_file():
         return None
+
     try:
         values = from_json(path.read_bytes())
     except (OSError, ValueError):
         return None
+
     complete = isinstance(values, dict) and _ENTRIES.keys() <= values.keys()
     if not complete or [*misfits({name: values[name] for name in _ENTRIES}, _ENTRIES)]:
         return None
+
     criterion = values["criterion"]
     tested = criterion is None or {"test", "seeds", "uncertainty"} <= set(criterion)
     return values if tested else None

@@ -37,6 +37,7 @@ def order_of_sizes(one: Mapping[str, Any] | None, other: Mapping[str, Any] | Non
         by_read = _order_of_counts(_counts(one["read"]), _counts(other["read"]))
         if by_read != 0:
             return by_read
+
     for field in ORDERED:
         if one[field] == other[field]:
             continue
@@ -46,6 +47,7 @@ def order_of_sizes(one: Mapping[str, Any] | None, other: Mapping[str, Any] | Non
             return None
         if mine != theirs:
             return _larger(mine > theirs)
+
     return 0
 
 

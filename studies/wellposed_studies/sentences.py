@@ -46,6 +46,7 @@ def translation_data(
     if request.data is None:
         generated = str(_generate(request.out / "corpus", pairs, words))
         return {"data": generated, "src": SOURCE, "tgt": TARGET}
+
     if not request.data.startswith("hf:"):
         root = Path(request.data)
         files = [path.name.removesuffix(".gz") for path in root.glob("*train*")]
@@ -58,6 +59,7 @@ def translation_data(
                     " has both languages, give --languages SRC,TGT"
                 )
             wanted = (names[0], names[1])
+
     return {"data": request.data, "src": wanted[0], "tgt": wanted[1]}
 
 

@@ -275,6 +275,7 @@ def unfit(
     for run in runs:
         of_all_seeds = replace(run.config, train=replace(run.config.train, seed=0))
         models.setdefault(repr(of_all_seeds), []).append(run)
+
     reasons = []
     for mine in models.values():
         start = Path(mine[0].config.start.model).name
@@ -288,6 +289,7 @@ def unfit(
             reasons.append(f"{name} {OVERFITS if overfits else STILL_LEARNING}")
         elif not excused and mine[0].depth and not all(run.needs_blocks for run in mine):
             reasons.append(f"{name} fits as well if its blocks return their inputs")
+
     return list(dict.fromkeys(reasons))
 
 

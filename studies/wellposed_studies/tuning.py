@@ -119,4 +119,5 @@ def try_rates(
                     rate, FACTORS[-1:] if rate == max(scores_by_rate) else FACTORS[:1]
                 )
                 wanted += [(model, rate) for rate in next_rates]
+
     return dict(tried)

@@ -284,6 +284,7 @@ class Power:
             share = 1 - (1 - CHANCE) ** (1 / seeds)
             often = f"what fails in {share:.0%} of trainings fails here in {CHANCE:.0%}"
             return share, f"every seed has to agree: {often}"
+
         rule = f"{ERRORS} standard errors"
         tests = self.tests or 1
         test_options: dict[str, Any] = {"level": SIGNIFICANCE / tests, "power": CHANCE}
@@ -291,6 +292,7 @@ class Power:
             test_options["critical"] = float(ERRORS)
         else:
             rule = "a paired t-test at 5 %" + (f", Holm-corrected over {tests}" * (tests > 1))
+
         smallest = detectable_difference(self.deviation, seeds, **test_options)
         return smallest, (
             f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of"

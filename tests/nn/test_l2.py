@@ -74,7 +74,7 @@ def slope(layer, norm, tokens=N):
 def test_a_contraction_contracts_in_its_own_dtype(norm, dtype, scale):
     for heads in (1, 2, 8):
         layer = build(dtype, scale, heads, norm=norm, bias=scale == 1.0)
-        assert certify(layer, seq_len=N, norm=norm).total == 0.9
+        assert 0.5 < certify(layer, seq_len=N, norm=norm).total <= 0.9
         assert 0.01 < slope(layer, norm) <= 0.9
 
 
@@ -94,7 +94,7 @@ def test_heads_of_different_sizes():
     with torch.no_grad():
         layer.q_proj.weight.mul_(sizes.repeat_interleave(D // 4)[:, None])
         layer.o_proj.weight.mul_((1 / sizes).repeat_interleave(D // 4))
-    assert certify(layer, seq_len=N).total == 0.9
+    assert 0.5 < certify(layer, seq_len=N).total <= 0.9
     assert slope(layer, "tok") <= 0.9
 
 
@@ -135,7 +135,7 @@ def test_biases_that_drown_the_tokens_are_refused():
     certificate = certify(layer, seq_len=N)
     assert certificate.total == math.inf
     assert "drown tokens of norm 1" in certificate.layers[0].reason
-    assert certify(layer.double(), seq_len=N).total == 0.9
+    assert 0.5 < certify(layer.double(), seq_len=N).total <= 0.9
 
 
 def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
@@ -144,7 +144,7 @@ def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
     with torch.no_grad(), layer.frozen():
         layer(x)
         copied = copy.deepcopy(layer)
-        assert certify(layer, seq_len=N).total == 0.9
+        assert 0.5 < certify(layer, seq_len=N).total <= 0.9
         layer.o_proj.weight.data.mul_(3.0)
         assert slope(layer, "tok") > 0.9 / 3, "the kept factor is in use"
         certificate = certify(layer, seq_len=N)
@@ -152,7 +152,7 @@ def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
         assert "edited inside frozen()" in certificate.layers[0].reason
         with pytest.raises(NotLipschitzError, match="frozen"):
             layer.lipschitz_bound(N)
-    assert certify(layer, seq_len=N).total == 0.9
+    assert 0.5 < certify(layer, seq_len=N).total <= 0.9
     copied.load_state_dict(layer.state_dict())
     with torch.no_grad():
         assert_close(copied(x), layer(x))

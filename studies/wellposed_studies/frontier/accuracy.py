@@ -216,6 +216,7 @@ class Study:
             attacked, fallen = attack_certified(
                 folder, self.task, radius=radius * token, attack=scale.strong
             )
+
         shares = [
             certified_share(folder, self.task, share=radius, examples=scale.certified)
             for folder, _ in finished
@@ -266,6 +267,7 @@ def accuracy(request: Request) -> Reproduction:
         rows.append(_evidence_row(evidence))
         texts += [_summary(models[label]) for label in (JUDGED, CONTROL, *PLAIN)]
         texts.append(_evidence_summary(evidence))
+
     curves = [row for row in rows if "radius" in row]
     missing = [name for name in CORPORA if name not in corpora]
     panels = [curves_panel(corpus, where(curves, corpus=corpus), DRAWN) for corpus in corpora]
@@ -288,6 +290,7 @@ def accuracy(request: Request) -> Reproduction:
         f" {scale.strong.steps} steps from {scale.strong.restarts} starts",
         *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
     )
+
     return judged(request, rows, panels, got, holds, runs, uncertainty=uncertainty, notes=notes)
 
 

@@ -74,6 +74,7 @@ def find_texts(request: Request) -> dict[str, str]:
             f"this study needs data: give --data FOLDER that holds one or more of {folders} (label"
             " and text in tsv, csv or jsonl files), or that is one of these folders"
         )
+
     root = Path(request.data)
     places = {
         name: root if root.name == corpus.folder else root / corpus.folder
@@ -85,6 +86,7 @@ def find_texts(request: Request) -> dict[str, str]:
         raise DataError(
             f"{root}: expected a folder that holds one or more of {folders}, found none of them"
         )
+
     return available
 
 
@@ -189,6 +191,7 @@ def attack_certified(folder: Path, task: Task, *, radius: float, attack: Attack)
     closest = sorted(reach for reach in reaches if reach[0] > radius)[: attack.count]
     if not closest:
         return 0, 0
+
     dataset = task.dataset("test")
     batch = task.collate([dataset[member] for _, member in closest])
     options: Any = {"attack_steps": attack.steps, "restarts": attack.restarts}

@@ -231,6 +231,7 @@ def characters(request: Request) -> Reproduction:
         raise ConfigError(
             "this study needs data: give --data FILE, a text such as tinyshakespeare.txt (.gz too)"
         )
+
     sizes = sizes_of(request)
     measured = list(_measure(request, sizes))
     theirs = [model for model in measured if model.label in THEIRS]
@@ -249,6 +250,7 @@ def characters(request: Request) -> Reproduction:
         f"every model tries {len(sizes.factors)} learning rates with the first seed and"
         f" keeps the best on valid; temperatures let every model's logits reach {REACH:g}",
     )
+
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
@@ -360,6 +362,7 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
         columns = list(zip(*(result.certified for result in ended), strict=True))
         means = list(map(fmean, columns)) if ended else [0.0] * len(SHARES)
         curves.append(Series(label, SHARES, means, "solid", colour))
+
     title = "accuracy against Lipschitz bound"
     y = "accuracy of the next character"
     surely = "certified next characters"

@@ -65,6 +65,7 @@ def depth(request: Request) -> Reproduction:
         base = run_config(TASK, OPTIONS, at_depth, seed=seed, model={"pooling": "first"})
         name = f"{label}, {layers} blocks, seed {seed}"
         planned.append(PlannedRun(folder, name, model.config(base)))
+
     runs = train_grid(request, planned)
     labels = [label for *_, (label, _) in grid]
     rows = [_row(label, run) for label, run in zip(labels, runs, strict=True)]
@@ -79,6 +80,7 @@ def depth(request: Request) -> Reproduction:
             f"{label} trains at {listing(trained[label])} blocks, largest certified total"
             f" {largest[label]:.3g}"
         )
+
     got = f"{'; '.join(texts)}; width {sizes.width}, {sizes.steps} steps, {sizes.seeds} seeds"
     holds = judge_depth(trained["lipschitz"], sizes.depths, largest["lipschitz"])
     runs = [run for run, name in zip(runs, labels, strict=True) if name == "lipschitz"]

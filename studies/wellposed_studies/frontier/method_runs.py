@@ -136,6 +136,7 @@ def train(training: Training, data: Data) -> dict[str, Any]:
             return {"valid": math.inf, "failed": f"loss {loss} at step {step + 1}"}
         if (step + 1) % every == 0 or step + 1 == training.steps:
             losses.append(evaluate(started))
+
     return {
         "valid": min(losses),
         "last": losses[-1],

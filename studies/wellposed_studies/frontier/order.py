@@ -123,6 +123,7 @@ def order(request: Request) -> Reproduction:
         f"the first {sizes.examples} examples of test; the attack is projected gradient"
         " descent in eval mode",
     )
+
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
@@ -188,6 +189,7 @@ def _summary(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[f
     controls = [label for label in CONTROLS if label in mine and mine[label].half_radius()]
     if not gains:
         return f"{name}: no control falls to half of its clean accuracy"
+
     best = max(gains, key=lambda label: fmean(gains[label]))
     parts = [
         f"at {radius:g} {mean_se(mine[best].at(radius))} of {best} is"
@@ -196,4 +198,5 @@ def _summary(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[f
         if (radius := mine[label].half_radius())
     ]
     clean = ", ".join(f"{label} {mean_se(curve.at(0.0))}" for label, curve in mine.items())
+
     return f"{name}: clean {clean}; {', '.join(parts)}"

@@ -138,6 +138,7 @@ def rates(request: Request) -> Reproduction:
     ]
     got = f"{sizes.layers} layers of width {sizes.width}, {sizes.steps} steps: {'; '.join(texts)}"
     settings = {"uncertainty": "paired t-tests over seeds, Holm-corrected, at 5 %", "level": False}
+
     return judged(request, rows, _panels(rows), got, judge_rates(tests), best, **settings)
 
 

@@ -133,6 +133,7 @@ def translation(request: Request) -> Reproduction:
     settled = at_plateau(lengths)
     if len(lengths) > 1:
         constrained = study.lengthen(constrained, 2 ** (len(lengths) - 1))
+
     longest = lengths[-1] = {**lengths[-1], **constrained}
     sizes = study.sizes
     rows = []
@@ -140,6 +141,7 @@ def translation(request: Request) -> Reproduction:
     for name, tuned in models.items():
         rows += _rows(name, tuned.runs, tuned.trials)
         texts.append(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_summary(tuned.runs)}")
+
     for runs in lengths[1:]:
         rows += [row for name, those in runs.items() for row in _rows(name, those)]
     texts += [*map(about_length, lengths), *about_constraints(longest)]
@@ -164,6 +166,7 @@ def translation(request: Request) -> Reproduction:
         " valid or overfits. The constraints, at their strengths, train for the longest"
         " number of steps",
     )
+
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
@@ -341,6 +344,7 @@ def _panels(lengths: Sequence[Trained], models: Mapping[str, Tuned]) -> list[Pan
         last = where(rows, steps=_steps(lengths[-1]))
         bleu.append(mean_series(last, "place", "bleu", label, "dots", index))
         longer.append(mean_series(rows, "steps", "bleu", label, "solid", index))
+
     names = {tuned.runs[0].folder: LABELS[name] for name, tuned in models.items()}
     first = [tuned.runs[0] for tuned in models.values()]
     losses = curves(first, "valid", lambda run: names[run.folder])

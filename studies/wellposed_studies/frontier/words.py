@@ -135,6 +135,7 @@ def words(request: Request) -> Reproduction:
     holds = some(verdicts.values())
     behind = [label for label in gains if verdicts[label] or not holds]
     behind += dict.fromkeys((corpus, BAG) for corpus, _ in behind)
+
     return judged(
         request,
         rows,
@@ -214,6 +215,7 @@ def write_phrases(folder: Path) -> Path:
                 words += [f"w{word}", f"w{(word + step) % 24}", *["and"] * draw.randrange(2)]
             lines.append(f"{'up' if up else 'down'}\t{' '.join(words)}")
         replace_file(folder / f"{split}.tsv", "\n".join([*lines, ""]).encode())
+
     return folder
 
 

@@ -84,6 +84,7 @@ def theorem_3_1(request: Request) -> Reproduction:
     )
     meeting = [powers[point] for point in itertools.product(MEETING, widths)]
     holds = judge_theorem_3_1(meeting, [powers[MISSING, width] for width in widths])
+
     return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
@@ -122,6 +123,7 @@ def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
     for name, mixed in (("closed_form", 2), ("closed_form_as_printed", 1)):
         memory = s**2 * (1 + (k * q * t * away) ** 2 + mixed * k * q * t * away)
         forms[name] = float(weights + (v * w) ** 2 * memory.sum())
+
     return forms
 
 
@@ -185,6 +187,7 @@ def gradients(request: Request) -> Reproduction:
         log_panel(column, rows, "N", column, by="size") for column in (*_PRODUCTS, "m_over_x")
     ]
     holds = judge_gradients([powers["0.67 N^-1/4", column] for column in _PRODUCTS])
+
     return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
@@ -209,11 +212,13 @@ def measure_scalars(N: int, size: str) -> Row:
     encoded = x
     for index, weights in enumerate(of_encoder):
         encoded = encoded + _block(encoded, weights, encoded if index % 2 == 0 else None)
+
     memory = encoded.detach().requires_grad_()
     out = y
     for index, weights in enumerate(of_decoder):
         attended = (out, memory, None)[index % 3]
         out = out + _block(out, weights, attended)
+
     by_part = {
         "encoder": torch.autograd.grad(encoded[0, 0], of_encoder),
         "decoder": torch.autograd.grad(out[0, 0], of_decoder, retain_graph=True),
@@ -222,6 +227,7 @@ def measure_scalars(N: int, size: str) -> Row:
     products = {
         part: float(sum(grad.square().sum() for grad in grads)) for part, grads in by_part.items()
     }
+
     return {**products, "m_over_x": float(memory.detach().norm() / x.detach().norm())}
 
 

@@ -50,11 +50,13 @@ def step_change(model: nn.Module, batch: Any, *, biases: bool = False) -> float:
                 " Unfreeze one, or step vectors too with biases=True"
             )
         gradients = torch.autograd.grad(score, stepped, allow_unused=True)
+
     if before.dtype != torch.float64:
         raise ConfigError(
             f"step_change: the model returned {before.dtype}; the limit needs float64: call"
             " model.double()"
         )
+
     size = math.hypot(*(float(weight.detach().norm()) for weight in stepped))
     slope = math.hypot(*(float(g.norm()) for g in gradients if g is not None))
     lr = _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan

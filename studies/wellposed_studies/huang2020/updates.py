@@ -200,4 +200,5 @@ def _changes(label: str, depth: int, width: int, seed: int) -> list[Row]:
             change = step_change(part, batch, biases=biases)
             row[name] = change if math.isfinite(change) else math.inf
         rows.append(row)
+
     return rows

@@ -147,6 +147,7 @@ def contraction(request: Request) -> Reproduction:
     )
     rows, panels = _curves(runs, TABLE_2)
     holds = judge_contraction(losses, pairs)
+
     return _made(request, rows, panels, got, holds, runs, sizes)
 
 
@@ -173,6 +174,7 @@ def figure_9(request: Request) -> Reproduction:
         f" the columns gain {gain}; pairs of characters {pairs:.3f}"
     )
     rows, panels = _curves(runs, TABLE_2)
+
     return _made(request, rows, panels, got, judge_columns(losses, pairs), runs, sizes)
 
 
@@ -199,6 +201,7 @@ def figure_11(request: Request) -> Reproduction:
     )
     rows, panels = _curves(runs, TABLE_3, split="train")
     holds = judge_depths(shares_learned(runs))
+
     return _made(request, rows, panels, got, holds, runs, sizes, AGREED, passed=learns)
 
 
@@ -416,6 +419,7 @@ def _table(runs: Sequence[FinishedRun], printed: Printed) -> tuple[list[Row], Pa
         losses = {"test_nll": nll(run), "valid_nll": nll(run, "valid"), "test_nll_paper": paper}
         row = {**_of(run), **losses, "rate": run.rate}
         rows.append({**row, "parameters": run.info.get("parameters", 0)})
+
     for number, (kind, depths) in enumerate(by_kind.items()):
         means = [min(fmean(values), 2 * entropy) for values in depths.values()]
         series.append(Series(LABELS[kind], list(depths), means, colour=number))
@@ -424,6 +428,7 @@ def _table(runs: Sequence[FinishedRun], printed: Printed) -> tuple[list[Row], Pa
             label = f"{LABELS[kind]}, paper"
             values = list(paper.values())
             series.append(Series(label, list(paper), values, "dotted", number))
+
     got = (
         f"best test NLL: {_best_of_each(by_kind)}; character entropy {entropy:.3f}, of pairs"
         f" {pair_entropy(runs[0]):.3f}"
@@ -446,6 +451,7 @@ def _notes(sizes: Sizes) -> tuple[str, ...]:
         f"D = {sizes.width}, {sizes.steps} steps of {sizes.batch_size} {what}; valid and test NLL"
         f" on {read} of them",
     ]
+
     return tuple(filter(None, notes))
 
 
@@ -481,6 +487,7 @@ def table_1(request: Request) -> Reproduction:
             }
             for kind in KINDS
         ]
+
     worst = max(rows, key=lambda row: row["over_dot_product"])
     series = lines(rows, "layers", "step_seconds", by="attention")
     panel = Panel(f"training step, D = {width}, N = {tokens}", "layers", "seconds", series)
@@ -508,6 +515,7 @@ def table_1(request: Request) -> Reproduction:
         "decoding": NO_DECODING,
     }
     holds = judge_table_1(rows)
+
     return proved(rows, got, holds, panel, sure=sure, notes=(note,), size=size)
 
 

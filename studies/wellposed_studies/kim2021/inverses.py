@@ -154,6 +154,7 @@ def _invert(
             {**row, "seed": seed, "iteration": number, "max_error": error}
             for number, error in enumerate(errors, start=1)
         ]
+
     return rows
 
 
@@ -172,14 +173,17 @@ def _reproduction(
     names = list(dict.fromkeys(row["attention"] for row in rows))
     texts = []
     panels = []
+
     for by, name in itertools.product(SPREADS[::-1], names):
         mine = where(ends, attention=name, spread=by)
         inverted = f"{sum(map(_is_solved, mine))} of {len(mine)} settings inverted"
         worst = max(row["max_error"] for row in mine)
         texts.append(f"{name}, tokens in +-{by:g}: {inverted}, worst error {worst:.2g}")
+
     for name, (tokens, width) in itertools.product(names, sizes):
         size = f"N = {tokens}, D = {width}" if len(sizes) > 1 else title
         panels.append(_panel(f"{name}\n{size}", where(wide, attention=name, N=tokens, D=width)))
+
     by_seed = [
         all(judge_inverses(where(ends, seed=seed, N=tokens, D=width)) for tokens, width in sizes)
         for seed in seeds
@@ -237,6 +241,7 @@ def figure_10(request: Request) -> Reproduction:
                 samples.append((x, layer(x)))
         inputs, outputs = map(torch.stack, zip(*samples, strict=True))
         pairs[kind] = inputs, outputs
+
     limit = max(float(values.abs().max()) for values in itertools.chain(*pairs.values()))
     centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
     rows = []
@@ -262,6 +267,7 @@ def figure_10(request: Request) -> Reproduction:
             f"{name}: standard deviation of outputs {spanned(deviations)} and span of the middle"
             f" {_MIDDLE:0.0%} {spanned(spans)} times that of inputs"
         )
+
     holds = judge_figure_10(*widths.values())
     got = "; ".join(texts)
     return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)

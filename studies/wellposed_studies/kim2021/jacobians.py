@@ -67,6 +67,7 @@ def figure_2(request: Request) -> Reproduction:
                 "checked_by_autograd": row_norm_of_layer(best),
             }
         )
+
     first = rows[0]
     last = rows[-1]
     slopes = {
@@ -79,6 +80,7 @@ def figure_2(request: Request) -> Reproduction:
         f" {last['lower_over_upper']:.3f} at N = {last['N']}; slope against ln N: upper"
         f" {slopes['upper']:.2f}, lower {slopes['lower']:.2f}"
     )
+
     return proved(rows, got, judge_figure_2(rows, slopes), panel, sure=_ATTAINED)
 
 
@@ -137,6 +139,7 @@ def _ascend(value: Callable[[Tensor], Tensor], x: Tensor, steps: int) -> tuple[T
         optimizer.zero_grad()
         values.sum().backward()
         optimizer.step()
+
     return best, inputs
 
 
@@ -240,6 +243,7 @@ def figure_7(request: Request) -> Reproduction:
                 "upper_kim": kim_bracket(count, norm=2, head_dim=1),
             }
         )
+
     logs = _misfit(rows, math.log)
     roots = _misfit(rows, math.sqrt)
     title = "Lip_2 of L2 attention, H = D = 1"
@@ -250,6 +254,7 @@ def figure_7(request: Request) -> Reproduction:
         f" (root mean square). The paper's upper bound {rows[-1]['upper_kim']:.1f}, ours"
         f" {rows[-1]['upper']:.1f} there"
     )
+
     return proved(rows, got, judge_figure_7(rows), panel, sure=_ATTAINED)
 
 
@@ -317,6 +322,7 @@ def figure_8(request: Request) -> Reproduction:
             for start, widen in (("ascent alone", False), ("ascent and the proof's input", True))
         }
         ascents.append({**climbs, _BOUND: [certified["tied L2"][seed]] * rounds})
+
     rows = [
         {"attention": label, "seed": seed, "step": steps * number, "jacobian_inf_norm": value}
         for seed, climbs in enumerate(ascents)
@@ -350,6 +356,7 @@ def figure_8(request: Request) -> Reproduction:
         " starts from the best input doubled, with the query of its first token 0",
     )
     sure = f"{AGREED}; the norms are attained values"
+
     return judged(request, rows, panels, got, holds, runs, uncertainty=sure, notes=notes)
 
 

@@ -106,6 +106,7 @@ def run_config(
         max_grad_norm=0.0,
         patience=sizes.options.get("patience"),
     )
+
     return replace(config, variant=kind)
 
 

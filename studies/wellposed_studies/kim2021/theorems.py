@@ -106,6 +106,7 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
                 | ({"over_bound": norm / float(bounds[p])} if p in bounds else {})
                 for p, norm in norms.items()
             ]
+
     ratios = [row["over_bound"] for row in rows if "over_bound" in row]
     free = [row for row in rows if row["attention"] != "tied L2"]
     kinds = sorted({(row["attention"], row["p"]) for row in free})
@@ -127,6 +128,7 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
         log_panel(f"p = {p}", where(rows, p=p), "size", "norm", by="attention") for p in _ORDERS
     ]
     holds = judge_growth(powers, ratios, order)
+
     return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
@@ -237,6 +239,7 @@ def masking(request: Request) -> Reproduction:
                 {"mask": name, "seed": seed, "over_bound": float((attained / bounds).max())}
             )
         rows += _without_diagonal(query, seed)
+
     ratios = [row["over_bound"] for row in rows if "size" not in row]
     free = [row for row in rows if "size" in row]
     powers = [exponent(where(free, seed=seed), "size", "over_bound") for seed in range(seeds)]
@@ -252,6 +255,7 @@ def masking(request: Request) -> Reproduction:
     panel = log_panel(title, free, "size", "over_bound", by="mask")
     holds = judge_growth([powers], ratios, 1)
     sure = f"{_ATTAINED}; {AGREED}"
+
     return proved(rows, got, holds, panel, seeds=seeds, sure=sure)
 
 
@@ -325,6 +329,7 @@ def bound_ratio(request: Request) -> Reproduction:
         for tokens, norm in itertools.product(lengths, NORMS):
             row = {"D": width, "H": heads, "N": tokens, "norm": str(norm), "seed": seed}
             rows.append({**row, **_bounds(layer, tokens, norm)})
+
     width, heads = sizes[-1]
     texts = [
         f"norm {row['norm']}: {row['kim2021']:.2g} against {row['sharp']:.2g},"
@@ -337,6 +342,7 @@ def bound_ratio(request: Request) -> Reproduction:
     ]
     got = f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(texts)}"
     holds = judge_ratio([row["ratio"] for row in rows])
+
     return proved(rows, got, holds, *panels, seeds=seeds)
 
 

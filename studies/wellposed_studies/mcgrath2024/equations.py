@@ -49,6 +49,7 @@ def equation_3(request: Request) -> Reproduction:
             "error_ratio": float(errors[-1] / errors[0]),
             "away_ratio": float(away[-1] / away[0]),
         }
+
         return {**ends, "with": float((steps > 0).double().mean())}
 
     rows = sweep(measure, way=_WAYS, width=widths, seed=range(seeds))

@@ -223,6 +223,7 @@ def table_1(request: Request) -> Reproduction:
         chosen = best.get(group)
         if chosen:
             rows.append({"row": group, "source": "ours", **chosen.row()})
+
     panels = []
     names = list(PAPER_TABLE)
     at = [names.index(group) for group in best]
@@ -236,6 +237,7 @@ def table_1(request: Request) -> Reproduction:
         ]
         panels.append(Panel(heading, "penalty", heading, series, legend=index == 0, names=names))
     holds = of_pretrained(request, judge_table_1(tested))
+
     return _made(request, cells, (rows, panels, about_scores(cells), holds))
 
 
@@ -276,6 +278,7 @@ def pretrained(request: Request) -> Reproduction:
             "a pretrained encoder is fine-tuned here: give --encoder FOLDER, with weights and"
             f" tokenizer; received {request.encoder}"
         )
+
     cells = _cells(request, PRETRAINED)
     errors = error_rows(cells)
     drift = errors[ERROR]
@@ -288,6 +291,7 @@ def pretrained(request: Request) -> Reproduction:
     got = " ".join([f"{verdicts}.", about_scores(cells), about_drift(errors), about_qr(cells)])
     rows = [*(cell.row() for cell in cells), *drift]
     sure = f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}"
+
     return _made(request, cells, (rows, _drift(drift), got, judge_parts([*parts.values()])), sure)
 
 
@@ -346,6 +350,7 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
             " ids-sst-train.csv, quora-train.csv, sts-train.csv and ids-sst-dev.csv, quora-dev.csv,"
             " sts-dev.csv (plain or .gz)"
         )
+
     encoder = request.encoder or ("bert-base-uncased" if request.scale == "paper" else None)
     sizes = sizes_of(request)
     group = "-".join(["mcgrath2024", *([Path(encoder).name] if encoder else [])])
@@ -365,6 +370,7 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
     base, *others = cells
     tests = holm_correction([compare_seeds(cell.by_seed, base.by_seed) for cell in others])
     tested = zip(others, tests, strict=True)
+
     return [base, *(replace(cell, against=test) for cell, test in tested)]
 
 
@@ -375,6 +381,7 @@ def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed
         drawn = from_scratch(request)
         folder = Path(encoder).parent if drawn else Path(encoder)
         options["tokenizer"] = f"hf:{folder}" if not drawn or has_tokenizer(folder) else "wordpiece"
+
     config = run_config(
         "minbert",
         options,
@@ -390,6 +397,7 @@ def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed
     if encoder is not None:
         config = replace(config, model=ModelOptions(), start=StartOptions(encoder, new_head=True))
     baseline = "plain" if encoder else "post_ln"
+
     return apply_variant(baseline if name == BASELINE else name.replace("+", "_"), config)
 
 
@@ -543,6 +551,7 @@ def _sweep(cells: Cells) -> list[Panel]:
         ]
         level = (BASELINE, cells[0].mean(column)[0]) if cells[0].scores else None
         panels.append(Panel(heading, "strength", heading, series, "log", level=level))
+
     return panels
 
 

@@ -100,10 +100,12 @@ class MinBertTask(Task):
         else:
             texts = [text for rows in limited.values() for row, _ in rows for text in row]
             tokenizer = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
+
         self._tokens = tokenizer
         self._sizes = [len(rows) for rows in limited.values()]
         self._cut = dict.fromkeys(SETS, 0)
         self._rows: dict[str, list[dict[str, Any]]] = {"train": [], "valid": []}
+
         for split, examples in self._rows.items():
             for index, name in enumerate(SETS):
                 rows = limited[name] if split == "train" else read[name, split]
@@ -211,6 +213,7 @@ class MinBertTask(Task):
                 values = (x, y, x * x, y * y, x * y)
                 moments = zip(_MOMENTS, values, strict=True)
                 sums |= {moment: (float(value.sum()), count) for moment, value in moments}
+
         return sums
 
     def summarize(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
@@ -302,6 +305,7 @@ def read_minbert(
         raise DataError(f"{folder}: is a file, expected a folder")
     if not folder.is_dir():
         raise missing_file(folder)
+
     names = sorted(entry.name for entry in folder.iterdir())
     paths = {}
     missing = []
@@ -310,11 +314,13 @@ def read_minbert(
         paths[name, split] = [item for item in names if re.fullmatch(pattern, item)]
         wanted = f"a file named like {form.stem}-{split.replace('valid', 'dev')}.csv[.gz]"
         missing += [] if paths[name, split] else [f"{name}, {split}: {wanted}"]
+
     doubled = [name for item in paths.values() for name in item if f"{name}.gz" in item]
     if missing or doubled:
         what = "both plain and gzip, keep one of each" if doubled else "these files are missing"
         listing = ", ".join(names[:12]) or "nothing"
         raise DataError(f"{folder}: {what}:\n{listed(doubled or missing)}\nit holds: {listing}")
+
     rows: dict[tuple[str, str], Rows] = {item: [] for item in paths}
     described: dict[str, list[dict[str, Any]]] = {name: [] for name in FORMATS}
     for (name, split), files in paths.items():
@@ -322,6 +328,7 @@ def read_minbert(
             mine, about = _read(folder / file, FORMATS[name])
             rows[name, split] += mine
             described[name].append(about | {"path": file, "split": split, "rows": len(mine)})
+
     return rows, described
 
 
@@ -334,6 +341,7 @@ def _read(path: Path, form: SetFormat) -> tuple[Rows, dict[str, Any]]:
             f"{path}:1: the header lacks {', '.join(missing)}; expected tab-separated columns "
             f"index, id, {', '.join(wanted)}, received {', '.join(map(repr, table.names))}"
         )
+
     columns = [[text.strip() for text in table.texts(table.names.index(n))[0]] for n in wanted]
     rows = list(zip(*columns, strict=True))
     problems = [
@@ -342,6 +350,7 @@ def _read(path: Path, form: SetFormat) -> tuple[Rows, dict[str, Any]]:
         if (problem := _problem(row, form))
     ]
     table.refuse(problems)
+
     return [(row[:-1], float(row[-1])) for row in rows], described
 
 

@@ -72,6 +72,7 @@ def table_5(request: Request) -> Reproduction:
         if printed and full:
             row["paper_over_formula"] = PRINTED[name] * 1e6 / formula
         rows.append({**row, "counted": _count(name, width, layers), "wellposed_model": ours})
+
     ratios = [row["paper_over_formula"] for row in rows if "paper_over_formula" in row]
     tenfold = bool(ratios) and all(abs(ratio - 10) < _NEAR for ratio in ratios)
     agree = all(row["counted"] == row["closed_formula"] for row in rows)
@@ -91,6 +92,7 @@ def table_5(request: Request) -> Reproduction:
     got = f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas" + (
         "; every printed value is ten times ours" if tenfold else ""
     )
+
     return proved(rows, got, judge_table_5(ratios), panel, sure="none: nothing is drawn")
 
 
@@ -213,6 +215,7 @@ def table_4(request: Request) -> Reproduction:
             mine = seconds[f"{name}, {attention}"]
             speedup = seconds[f"Transformer, {attention}"] / mine
             rows.append({**row, "seconds": mine, "speedup": speedup})
+
     panels = [
         log_panel(attention, where(rows, attention=attention), "tokens", "seconds", by="model")
         for attention in ATTENTIONS
@@ -227,6 +230,7 @@ def table_4(request: Request) -> Reproduction:
     )
     sure = f"medians of {repeats} interleaved passes"
     note = f"{sure} without gradient, batch {batch}, float32, on {device}; no batch is printed"
+
     return proved(rows, got, holds, *panels, sure=sure, notes=(note,))
 
 
@@ -267,6 +271,7 @@ def build_models(width: int, layers: int, experts: int, positions: int) -> dict[
         options |= {"num_attention_heads": 8} if architecture == "wellposed" else {}
         options |= shared
         models[name] = build_model(architecture, "sequence_classification", **options).eval()
+
     with torch.no_grad():
         for name, parameter in models["Orthogonal Transformer"].named_parameters():
             if name.endswith("_proj.weight"):

@@ -71,6 +71,7 @@ def activation_factors(
             )
         if bool(usable.any()):
             means.append((apart[1:, usable] / apart[0, usable]).mean(1))
+
     if not means:
         raise ConfigError(
             f"activation_factors: none of the {len(attention_mask)} sequences has two real tokens"

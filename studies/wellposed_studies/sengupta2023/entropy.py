@@ -35,6 +35,7 @@ def differential_entropy(x: Tensor, neighbors: int = 3) -> Tensor:
     count = x.shape[-1]
     if count <= neighbors:
         raise ShapeError(f"differential_entropy: {count} values; expected more than {neighbors}")
+
     ordered = x.detach().double().sort(-1).values
     padded = torch.nn.functional.pad(ordered, (neighbors, 0), value=-math.inf)
     padded = torch.nn.functional.pad(padded, (0, neighbors), value=math.inf)
@@ -46,6 +47,7 @@ def differential_entropy(x: Tensor, neighbors: int = 3) -> Tensor:
         right = padded[..., last : last + count] - ordered
         radius = torch.minimum(radius, torch.maximum(left, right))
     psi = torch.digamma(torch.tensor([float(count), float(neighbors)], dtype=torch.float64))
+
     return float(psi[0] - psi[1]) + math.log(2.0) + radius.log().mean(-1)
 
 

@@ -155,6 +155,7 @@ def figure_3a(request: Request) -> Reproduction:
             sides = LABELS["transject"], plain
             after, before = ([table[side] for side in sides] for table in (factors, untrained))
             verdicts.append(by_training(judge_figure_3a, _ratios, after, before))
+
     got = "; ".join(texts)
     holds = agreed(verdicts)
     return judged(request, rows, panels, got, holds, runs, notes=_NOTES)
@@ -200,6 +201,7 @@ def _layer_rows(task: str, model: str, seeds: Sequence[Layers]) -> list[Row]:
             values = list(itertools.chain(*of_layer))
             row = {"task": task, "model": model, "quantity": quantity, "layer": layer}
             rows.append({**row, "mean": fmean(values), **_box(values)})
+
     return rows
 
 
@@ -282,6 +284,7 @@ def figure_3b(request: Request) -> Reproduction:
             for into, parts in ((means, layers), (untrained, before)):
                 into.setdefault(label, []).append(fmean(itertools.chain(*parts)))
         runs += trained
+
     drawn = []
     for model in means:
         boxes = []
@@ -289,6 +292,7 @@ def figure_3b(request: Request) -> Reproduction:
             mine = where(rows, model=model, layer=layer)
             boxes.append({"layer": layer, **_box([row["entropy"] for row in mine])})
         drawn.append(_boxes(model, boxes))
+
     for colour, model in enumerate((experts, heads)):
         drawn.append(_printed_line(model, PART_ENTROPY[model], rows, colour))
     texts = [
@@ -297,6 +301,7 @@ def figure_3b(request: Request) -> Reproduction:
     ]
     panels = [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)]
     got = f"mean entropy in nats of experts or heads, after training and before: {', '.join(texts)}"
+
     return judged(request, rows, panels, got, None, runs, notes=_NOTES)
 
 
@@ -340,6 +345,7 @@ def figure_5(request: Request) -> Reproduction:
             f" training moved the largest |alpha| by {min(moved):.3f} or more"
         )
         verdicts.append(judge_figure_5(weights))
+
     got = "; ".join(texts)
     holds = agreed(verdicts)
     return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
@@ -406,6 +412,7 @@ def figure_7(request: Request) -> Reproduction:
             f" {even:g} being even; training moved some weight of a text by {min(moved):.3f} or more"
         )
         verdicts.append(judge_figure_7(means, even, moved))
+
     got = "; ".join(texts)
     holds = agreed(verdicts)
     return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
@@ -456,6 +463,7 @@ def figure_6(request: Request) -> Reproduction:
     tried = {"experts": (1, 4, 8), "layers": (1, 2, 4), "dropout": (0.0, 0.2, 0.4)}
     if request.scale == "toy":
         tried = {"experts": (1, 2), "layers": (1, 2), "dropout": (0.0, 0.3)}
+
     rows: list[Row] = []
     runs: list[FinishedRun] = []
     change: dict[tuple[str, str], list[float]] = {}
@@ -487,6 +495,7 @@ def figure_6(request: Request) -> Reproduction:
                 ends.append([row["activation_factor"] for row in mine])
             alike = len(ends[0]) == len(ends[-1])
             change[scale.model_name(variant), option] = minus(ends[-1], ends[0]) if alike else []
+
     panels = []
     for (quantity, title), (variant, option) in itertools.product(_QUANTITIES.items(), _SWEPT):
         names = dict.fromkeys(scale.model_name(variant) for scale in study.scales())
@@ -495,6 +504,7 @@ def figure_6(request: Request) -> Reproduction:
             for name in names
         ]
         panels.append(Panel(f"{LABELS[variant]}: {option}", option, title, series))
+
     moved = {case: values for case, values in change.items() if values}
     texts = [f"{model}: {option} {mean_se(seeds)}" for (model, option), seeds in moved.items()]
     got = f"change of the activation factor from smallest to largest value: {', '.join(texts)}"
@@ -502,6 +512,7 @@ def figure_6(request: Request) -> Reproduction:
     holds = agreed([judge_figure_6(change, plain) for plain in plains])
     if agreed([judge_transformer(change, plain) for plain in plains]) is False:
         runs = [run for run in runs if run.variant == "post_ln"]
+
     return judged(request, rows, panels, got, holds, runs, notes=(NEIGHBOURS_NOTE, SCALE_NOTE))
 
 

@@ -126,6 +126,7 @@ def _watched_parts(layers: Sequence[Any], *, experts: bool) -> Iterator[list[lis
                     lambda _module, args, parts=parts: parts.append(args[0].detach())
                 )
             )
+
     try:
         yield outputs
     finally:

@@ -118,6 +118,7 @@ def table_1(request: Request) -> Reproduction:
             "sengupta2023/table-1 needs data: give data=FOLDER that holds imdb and ag_news (label"
             " and text in tsv, csv or jsonl files), or one of these folders"
         )
+
     notes = [
         f"{study.name} is not in the data and was left out"
         for study in studies
@@ -136,6 +137,7 @@ def table_1(request: Request) -> Reproduction:
         )
         rows += less
         about += words
+
     holds = every(verdicts)
     means = {name: score_means(columns) for name, columns in scores.items()}
     return _made(request, rows, available, means, holds, runs, notes, about)
@@ -166,6 +168,7 @@ def table_2(request: Request) -> Reproduction:
     notes = []
     builtin = []
     refuse_other_data(request.data, arena_studies(request))
+
     for study in arena_studies(request):
         has_data = find_data(request.data, study.folders) is not None
         if study.needs_data and not has_data:
@@ -174,6 +177,7 @@ def table_2(request: Request) -> Reproduction:
         studies.append(study)
         if not has_data:
             builtin.append(f"{study.name}: builtin source, drawn or generated here")
+
     rows, scores, runs = _compare(request, studies, "accuracy")
     means = {name: score_means(columns) for name, columns in scores.items()}
     averages = {
@@ -185,6 +189,7 @@ def table_2(request: Request) -> Reproduction:
     for (variant, value), printed in zip(means["average"].items(), PAPER["average"], strict=True):
         rows.append({"task": "average", "model": LABELS[variant], "paper": printed, "ours": value})
     holds = judge(averages, "transject", printed_scores("average"))
+
     return _made(request, rows, studies, means, holds, runs, notes + builtin)
 
 
@@ -207,6 +212,7 @@ def table_3(request: Request) -> Reproduction:
     rows, scores, runs = _compare(request, [study], "perplexity")
     for row, printed in zip(rows, PAPER_VALID_PERPLEXITY, strict=True):
         row["paper_valid"] = printed
+
     notes = [
         "the released language model does not run and its Gram matrix sees later words, so the"
         " printed perplexities are no target. Ours is causal by construction",
@@ -215,6 +221,7 @@ def table_3(request: Request) -> Reproduction:
     ]
     holds = judge(scores[study.name], "transject", printed_scores(study.name))
     means = {study.name: score_means(scores[study.name])}
+
     return _made(request, rows, [study], means, holds, runs, notes)
 
 
@@ -248,6 +255,7 @@ def _compare(
             rows.append({**row, "train_seconds": statistics.fmean(seconds)})
         scores[study.name] = test
         trained += runs
+
     return rows, scores, trained
 
 
@@ -267,11 +275,13 @@ def _made(
     for name, mean in means.items():
         values = [f"{LABELS[variant]} {value:.1f}" for variant, value in mean.items()]
         texts.append(f"{name}: {', '.join(values)}")
+
     for study in studies:
         data.append(f"{study.name} {Path(study.options(request).get('data', 'builtin')).name}")
     steps = f"{sizes.steps} steps each"
     if len({study.sizes.steps for study in studies}) > 1:
         steps = ", ".join(f"{study.name} {study.sizes.steps} steps" for study in studies)
+
     panels = [chart(study, where(rows, task=study.name)) for study in studies]
     got = f"mean of {sizes.seeds} seeds, {steps}: {'; '.join(texts)}{about}"
     notes = (*_NOTES[request.scale], *notes, f"data: {', '.join(data)}")
@@ -325,4 +335,5 @@ def ablations(
         verdict = {True: "a loss", False: "no loss", None: "undecided"}[within(changes, high=0)]
         points = f"{mean_se(changes)} points" + (f", paper {printed:g}" if printed else "")
         texts.append(f"; {study.name}, {label} ({split}) {points}: {verdict}")
+
     return rows, every_change, "".join(texts)

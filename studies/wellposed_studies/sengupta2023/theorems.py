@@ -108,6 +108,7 @@ def _of_theorem_1(x: Tensor) -> dict[str, float]:
     between = left @ eigenvalues.diag() @ right
     unit = torch.eye(width, dtype=torch.float64)
     stretch = torch.linalg.matrix_norm(between, 2) / torch.linalg.matrix_norm(x, 2).square()
+
     return {
         "difference": float((attended - x @ between).norm() / attended.norm()),
         "turned": max(float((matrix.mT @ matrix - unit).abs().max()) for matrix in (left, right)),
@@ -229,6 +230,7 @@ def _nearest(
         ((factors + 1e-12).log() + (_APART / size).square()).sum().backward()
         optimizer.step()
         schedule.step()
+
     return smallest, pair
 
 
@@ -334,6 +336,7 @@ def theorem_2(request: Request) -> Reproduction:
     ]
     holds = judge_theorem_2(where(rows, spectrum=next(iter(_SCALES))))
     sure = "none: one pair of inputs, in float64"
+
     return proved(rows, "; ".join(texts), holds, *panels, sure=sure)
 
 
@@ -363,6 +366,7 @@ def _of_theorem_2(width: int, L: int, spectrum: str) -> Row:
     step = moved - x
     grown = (1 + share) ** (2 * L)
     root = math.sqrt(width) if spectrum == next(iter(_SCALES)) else 1.0
+
     return {
         "attained": float(change.norm() / step.norm()),
         "attained_by_token": float(change.abs().max() / step.abs().max()),

@@ -72,12 +72,14 @@ def figure_1(request: Request) -> Reproduction:
                 line = {"model": model, "seed": seed, "pair": " - ".join(pair), "metric": metric}
                 rows += [{**line, "layer": at, "distance": v} for at, v in enumerate(values)]
             growth.setdefault((model, metric), []).append(statistics.median(ratios))
+
     panels = []
     for metric in _METRICS:
         for model in dict.fromkeys(row["model"] for row in rows):
             mine = where(rows, seed=0, model=model, metric=metric)
             series = lines(mine, "layer", "distance", by="pair")
             panels.append(Panel(model, "layer", f"{metric} distance", series))
+
     texts = [f"{model} {metric} {mean_se(values)}" for (model, metric), values in growth.items()]
     got = (
         "last layer over embedding, median of three pairs, mean and standard error over seeds:"
@@ -98,6 +100,7 @@ def figure_1(request: Request) -> Reproduction:
         SCALE_NOTE,
         SEEDS_NOTE,
     )
+
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
@@ -145,6 +148,7 @@ def figure_4(request: Request) -> Reproduction:
         if seed == 0:
             for layer in range(len(states)):
                 panels.append(_isomap_panel(f"{model}, layer {layer}", where(points, layer=layer)))
+
     texts = [
         f"{model} {mean_se(values, 3)}, states changed by {mean_se(moved[model])}"
         for model, values in pearson.items()
@@ -165,6 +169,7 @@ def figure_4(request: Request) -> Reproduction:
         SCALE_NOTE,
         SEEDS_NOTE,
     )
+
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
@@ -236,6 +241,7 @@ def _states(request: Request, *others: str) -> States:
             name = study.model_name(run.variant) + after
             states = hidden_states(getattr(run, before).base_model, batch)
             records.append(((name, run.seed), states, words))
+
     return States(runs, records)
 
 

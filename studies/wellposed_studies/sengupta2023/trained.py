@@ -112,6 +112,7 @@ class Study:
                 f" {' or '.join(self.folders)} (label and text in tsv, csv or jsonl files), or this"
                 " folder itself"
             )
+
         training_options = ("pooling", "schedule", "patience")
         options = {
             name: value
@@ -164,11 +165,13 @@ def find_data(data: str | None, folders: Sequence[str]) -> str | None:
         return None
     if data.startswith("hf:"):
         return data if folders else None
+
     root = Path(data)
     if not root.exists():
         raise DataError(
             f"{root}: no such file or folder; give a folder that holds {', '.join(folders)}"
         )
+
     for name in folders:
         if (root / name).exists():
             return str(root / name)
@@ -214,12 +217,14 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
     parts: dict[str, Any] = {"num_experts": 1}
     if config.model.architecture == "transject":
         parts = {"num_experts": sizes.experts, "residual": study.start}
+
     if not sizes.layers and (where := config.constrain.where):
         # A pattern that matches no weight is refused; these are the ones outside the layers.
         outside = [
             path for path in where.split(",") if path.endswith((".basis", ".embeddings.token"))
         ]
         config = replace(config, constrain=replace(config.constrain, where=",".join(outside)))
+
     # A variant may set a learning rate; here it is the paper's, or the study's.
     return replace(config, model=replace(config.model, **parts), train=base.train)
 

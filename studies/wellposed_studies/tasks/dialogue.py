@@ -140,12 +140,14 @@ def parse_personachat(file: TextFile) -> list[Dialogue]:
             problem = f"expected {expected} and a space first, or 1 at the start of a dialogue"
         problems += [f"{file.path}:{number}: {problem}: {line[:60]!r}"] if problem else []
         expected = count + 1
+
     problems += [
         f"{file.path}:{dialogue.line}: the dialogue that starts here has no exchange"
         for dialogue in dialogues
         if not dialogue.turns
     ]
     files.refuse("lines that do not follow the PersonaChat format", problems)
+
     return dialogues
 
 
@@ -158,6 +160,7 @@ def _add_line(text: str, dialogue: Dialogue) -> str | None:
             if dialogue.turns:
                 return "a persona after an exchange; personas come first in a dialogue"
             return None if persona else "the persona is empty"
+
     fields = [part.strip() for part in text.split("\t")]
     utterance = fields[0]
     reply = "".join(fields[1:2])
@@ -174,6 +177,7 @@ def _add_line(text: str, dialogue: Dialogue) -> str | None:
             candidates and reply not in candidates
         ),
     }
+
     return next((what for what, holds in wrong.items() if holds), None)
 
 
@@ -277,6 +281,7 @@ class DialogueTask(Seq2SeqTask):
             self._files["vectors"] = read_word_vectors(Path(options.vectors))
         if options.sentence_encoder:
             self._files["sentence_encoder"] = hf_sentence_encoder(options.sentence_encoder)
+
         loaded, source = load_dialogues(options)
         train = loaded["train"][: options.limit_dialogues]
         dialogues: dict[Split, Sequence[Dialogue]] = {**loaded, "train": train}

@@ -116,6 +116,7 @@ def cider(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str
         )
         cosines = (_gram_cosine(ours, theirs, order) for order in ORDERS)
         scores.append(math.fsum(cosines) / len(ORDERS))
+
     return scores
 
 
@@ -220,20 +221,24 @@ def dialogue_scores(
     tokens = "char" if unspaced_share(references) > 0.5 else "13a"
     if unspaced_share(references):
         details["words"] = "each letter of a script without blanks is a word"
+
     for order in (1, 4):
         options = {"max_ngram_order": order, "lowercase": True, "tokenize": tokens}
         score, signature = corpus_bleu(hypotheses, references, **options)
         scores[f"bleu_{order}"] = score / 100
         details[f"bleu_{order}"] = f"{signature}|max_ngram_order:{order}"
+
     missing: dict[str, str] = {}
     if sentence_encoder is None:
         missing[SENTENCE_METRIC] = "needs a sentence encoder"
     else:
         scores[SENTENCE_METRIC] = sentence_cosine(hypotheses, references, sentence_encoder)
+
     if vectors is None:
         missing |= dict.fromkeys(VECTOR_METRICS, "needs word vectors")
     else:
         similar, counts = embedding_scores(ours, wanted, vectors)
         scores |= similar
         details |= counts
+
     return DialogueScores({name: 100 * value for name, value in scores.items()}, missing, details)

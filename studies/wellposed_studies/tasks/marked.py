@@ -146,6 +146,7 @@ class MarkedTask(ClassificationTask):
             answers = np.array([numbers(row.answer) for row in chosen], dtype=np.int64)
             ids = encoder.encode([" ".join(row.tokens) for row in chosen]).ids
             examples[split] = LabelledExamples(ids, answers)
+
         written = "\n".join(" ".join((*row.tokens, row.answer)) for row in rows)
         source = f"{options.question} of {options.words} words in {options.slots} slots"
         digest = hashlib.sha256(written.encode()).hexdigest()

@@ -207,6 +207,7 @@ class _Pen:
             choices = [[(first, float(np.angle(first[1] - first[0])))]]
             if not self._clear(first[None], drawn, 0).all():
                 raise _NoRoomError
+
         for _ in range(_BUDGET * self.length):
             while choices and not choices[-1]:
                 choices.pop()
@@ -300,6 +301,7 @@ def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
     root = Path(options.data)
     if not root.exists():
         raise files.missing_file(root)
+
     _refuse_near_releases(root)
     if (root / "metadata").is_dir():
         splits.refuse_split_files(options, "a folder of the release")
@@ -307,12 +309,14 @@ def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
     else:
         images, described = read_npz_splits(options)
         images, described = splits.cut_missing(images, options.data, described)
+
     for split, part in images.items():
         where = f"{options.data} ({split})"
         wrong = sorted(set(part.labels[part.labels > 1].tolist()))
         if wrong:
             raise DataError(f"{where}: labels {wrong}, expected 0 (apart) and 1 (connected)")
         images[split] = prepare_images(part, where, size=options.size)
+
     return images, described
 
 
@@ -330,6 +334,7 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
     if options.contour_length is not None:
         # Curves must turn by a certain angle in total, so short ones need larger turns.
         base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
+
     rules = replace(base, **splits.given_options(options, PathfinderRules.__dataclass_fields__))
     seed = options.data_seed or 0
     images: dict[Split, ArrayImages] = {}
@@ -342,6 +347,7 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
         ]
         images[split] = ArrayImages(np.stack(drawn), labels)
         digest.update(images[split].sha256().encode())
+
     source = f"drawn, setting {options.setting}"
     drawn_by = asdict(rules)
     return {**images}, drawn_facts(
@@ -369,6 +375,7 @@ def read_release(folder: Path) -> splits.Loaded[Images]:
             else:
                 paths.append(path)
                 labels.append(int(fields[3]))
+
     files.refuse(
         f"{folder}: not the pathfinder release; correct or remove the lines",
         problems or ([] if paths else [f"{metadata}: no .npy file of text"]),
@@ -381,4 +388,5 @@ def read_release(folder: Path) -> splits.Loaded[Images]:
         "sha256": everything.sha256(),
         "splits": "the Long Range Arena's shares: 80, 10, 10",
     }
+
     return splits.cut_missing({"train": everything}, str(folder), described, share=_CUT_SHARE)

@@ -88,6 +88,7 @@ def _draw(seed: int) -> Loaded:
             for i, label in enumerate(labels.tolist())
         ]
         images[split] = ArrayImages(np.stack(drawn), labels, names=SHAPES)
+
     source = "drawn shapes (no benchmark: for trying things out)"
     digests = {split: images[split].sha256() for split in SPLITS}
     return {**images}, drawn_facts(source, GENERATOR_VERSION, seed, digests)
@@ -107,6 +108,7 @@ def stack_images(images: Images) -> ArrayImages:
     )
     if len({image.ndim for image in pixels}) > 1:
         pixels = [np.repeat(item[..., None], 3, -1) if item.ndim == 2 else item for item in pixels]
+
     return ArrayImages(np.stack(pixels), images.labels, names=images.names)
 
 
@@ -141,6 +143,7 @@ def read_npz(path: Path) -> tuple[Images, Described]:
             f"{path}: cannot be read as npz without unpickling ({error}), expected arrays x and y;"
             f" write it with {HOW_TO_SAVE}"
         ) from None
+
     none = np.empty(0, bool)
     x = stored.get("x", none)
     y = stored.get("y", none)
@@ -159,6 +162,7 @@ def read_npz(path: Path) -> tuple[Images, Described]:
             f"{path}: expected x, uint8 (n, h, w) or (n, h, w, 3), and y, a whole number from 0 for"
             f" each image; it has {listing}{lowest}; write it with {HOW_TO_SAVE}"
         )
+
     return ArrayImages(x, y.astype(np.int64)), files.describe_file(path)
 
 
@@ -171,6 +175,7 @@ def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
     batches_of: dict[Split, Sequence[Path]] = {"train": batches}
     if test.exists() and Path(options.data).is_dir():
         batches_of["test"] = [test]
+
     images: dict[Split, Images] = {}
     classes = names.read_text(encoding="utf-8").split() if names.exists() else ()
     for split, paths in batches_of.items():
@@ -188,15 +193,18 @@ def _read_cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
             " take the binary version (cifar-10-binary.tar.gz), hf:uoft-cs/cifar10, a folder of"
             " images for each class, or an npz file with arrays x and y"
         )
+
     stored = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     if not len(stored) or len(stored) % (1 + CIFAR_WIDTH):
         raise DataError(f"{path}: {len(stored)} bytes, expected records of 3073: label and pixels")
+
     records = stored.reshape(-1, 1 + CIFAR_WIDTH)
     labels = records[:, 0]
     pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     wrong = np.flatnonzero(labels > 9).tolist()
     problems = [f"{path}: record {index}: label {labels[index]}" for index in wrong]
     files.refuse("labels of CIFAR-10 are 0 to 9", problems)
+
     return np.ascontiguousarray(pixels), labels.astype(np.int64)
 
 
@@ -225,6 +233,7 @@ def _draw_shape(shape: str, generator: random.Random) -> NDArray[np.uint8]:
         "cross": (np.maximum(x, y) <= radius) & (np.minimum(x, y) <= 0.3 * radius),
     }[shape]
     noise = np.frombuffer(generator.randbytes(size * size), np.uint8).reshape(size, size)
+
     return (noise % (2 * _NOISE) + level * inside).astype(np.uint8)
 
 
@@ -282,9 +291,11 @@ class ImageTask(PixelTask):
         shapes = {split: images[split].items.shape[1:] for split in SPLITS}
         if len(set(shapes.values())) > 1:
             raise DataError(f"{options.data}: splits of shapes {shapes}; give one shape")
+
         for split in SPLITS:
             where = f"{options.data} ({split})"
             images[split] = prepare_images(images[split], where, size=options.size)
+
         super().__init__(
             images=images,
             labels=reading.label_names(images, options.data),

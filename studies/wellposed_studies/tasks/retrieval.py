@@ -121,6 +121,7 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
         return read_pairs(options)
     else:
         tables, described = load_labelled(options)
+
     seed = options.data_seed or 0
     pairs: dict[Split, PairTable] = {
         split: make_pairs(tables[split], count, f"{split}/{seed}")
@@ -129,6 +130,7 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
     rule = "half the pairs share a label, half do not; no pair twice, each as likely"
     drawn = hashlib.sha256(repr([(part.first, part.second) for part in pairs.values()]).encode())
     described |= {"pairs": rule, "data_seed": seed, "drawn": {"sha256": drawn.hexdigest()}}
+
     return pairs, described
 
 
@@ -159,6 +161,7 @@ def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
         later = np.searchsorted(ends, drawn, side="right")
         earlier = drawn - (ends - before[label])[later] + label * starts[later]
         pairs[1 - label :: 2] = np.stack((order[later], order[earlier]), -1)
+
     turned = generator.sample(range(count), count // 2)
     pairs[turned] = pairs[turned, ::-1]
     return PairTable(table, *pairs.T.tolist(), labels=[1, 0] * (count // 2) + [1] * (count % 2))
@@ -233,6 +236,7 @@ def pairs_of(table: files.Table) -> PairTable:
         problems += [f"{table.where}:{line}: {' and '.join(empty)} is empty"] if empty else []
         for name, text in zip(ids, (first, second), strict=True):
             documents.setdefault(text, (name, line))
+
     table.refuse(problems)
     numbers = {text: number for number, text in enumerate(documents)}
     ids, lines = zip(*documents.values(), strict=True)
@@ -251,6 +255,7 @@ def builtin_passages() -> splits.Loaded[LabelledTexts]:
             (section[start : start + _PASSAGE], str(number), number)
             for start in range(0, len(section) - _PASSAGE + 1, _PASSAGE)
         ]
+
     source = "passages of CPython's documentation and docstrings; related = of the same section"
     described = {
         "source": f"builtin: {source}",
@@ -262,4 +267,5 @@ def builtin_passages() -> splits.Loaded[LabelledTexts]:
         split: LabelledTexts("builtin", *zip(*rows, strict=True), columns="section, passage")
         for split, rows in passages.items()
     }
+
     return tables, described

@@ -73,6 +73,7 @@ def embedding_scores(
         for name, measure in measures.items():
             totals[name] += measure(first, second)
     pairs = max(1, len(hypotheses))
+
     return {name: total / pairs for name, total in totals.items()}, counts
 
 
@@ -124,6 +125,7 @@ def read_word_vectors(path: Path) -> WordVectors:
         else:
             expected = f"expected a word of its own and {width} numbers"
             problems.append(f"{path}:{number}: {expected}, received {line[:60]!r}")
+
     if not width:
         problems.append(f"{path}:1: expected a word and its numbers separated by spaces")
     elif count not in (None, len(rows)) and not problems:

@@ -142,6 +142,7 @@ def ascend(
         optimizer.zero_grad()
         change.log().sum().backward()
         optimizer.step()
+
     return best
 
 

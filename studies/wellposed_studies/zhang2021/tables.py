@@ -299,6 +299,7 @@ def _reproduce(
         verdicts.append(verdict)
         panels += _panels(label, metrics, mine)
         chosen += itertools.chain(*best.values())
+
     printed = []
     recomputed = ""
     for label, measures in PRINTED[table].items():
@@ -308,6 +309,7 @@ def _reproduce(
         if "gain" in values:
             gains = about_gains(PRINTED[table])
             recomputed = f"gain of the best variant in %, as printed (recomputed): {gains}"
+
     of_paper = f"paper, {metrics[0]}: {'; '.join(printed)}"
     got = "; ".join(texts)
     holds = None if request.data is None else every(verdicts)
@@ -353,6 +355,7 @@ def compare_variants(
     if absent:
         texts.append(f"{label}: not measured {', '.join(absent)}")
         verdicts.append(None)
+
     for metric in metrics:
         if metric in absent:
             continue
@@ -369,6 +372,7 @@ def compare_variants(
         smallest = LEAST * abs(fmean(plain_scores)) if plain_scores else math.inf
         gains = some(gain(test, smallest, parts=parts) for test in mine.values())
         verdicts.append(None if unsaid else gains)
+
     return ", ".join(texts), every(verdicts)
 
 
@@ -402,4 +406,5 @@ def _panels(label: str, metrics: Sequence[str], rows: Sequence[Row]) -> list[Pan
             title = f"{label}, {metric}"
             y = f"{metric} on test"
             panels.append(Panel(title, "strength", y, series, names=names))
+
     return panels
