@@ -187,6 +187,28 @@ def test_a_real_ctrl_c_waits_for_an_edit_and_stops_everything_else():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_block_that_ends_in_another_thread_does_not_hide_ctrl_c():
+    """As one of a generator that is collected there; the next block restores the handler."""
+    before = signal.getsignal(signal.SIGINT)
+    block = uninterrupted()
+    block.__enter__()
+    failed = []
+
+    def ends():
+        try:
+            block.__exit__(None, None, None)
+        except ValueError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=ends)
+    thread.start()
+    thread.join()
+    assert "main thread" in failed[0]
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_edits_that_raise_are_undone_in_other_threads_too():
     class Settings:
         depth = 1

@@ -70,7 +70,8 @@ class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
     def _delay() -> None:
         for number in _SIGNALS:
             handler = _handler_of(number)
-            if callable(handler):
+            # Ours is still there if the last block ended in another thread, which cannot restore it.
+            if callable(handler) and handler is not _note:
                 uninterrupted._handlers[number] = handler
                 signal.signal(number, _note)
 
