@@ -142,7 +142,8 @@ def print_list(registered: dict[str, Benchmark]) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    args, registered = arguments_of(words), dict(benchmarks())
+    args = arguments_of(words)
+    registered = dict(benchmarks())
     is_gpu = args.names == ["gpu"]
     if is_gpu:
         choose_gpu_rows(args, registered)

@@ -102,15 +102,15 @@ class Setup:
 
     def interleave(self, sides: Mapping[str, Call | Side], rounds: int) -> Times:
         """Run all sides in each round, in rotating order; the first round is a warm-up."""
-        newest = {
+        side_by_name = {
             name: side if isinstance(side, Side) else Side(side) for name, side in sides.items()
         }
-        names = list(newest)
+        names = list(side_by_name)
         times: Times = {name: [] for name in names}
         for turn in range(self.rounds_of(rounds) + 1):
             for index in range(len(names)):
                 name = names[(index + turn) % len(names)]
-                times[name].append(self._once(newest[name]))
+                times[name].append(self._once(side_by_name[name]))
         return {name: values[1:] for name, values in times.items()}
 
     def _once(self, side: Side) -> float:

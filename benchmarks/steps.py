@@ -101,8 +101,8 @@ def rows(setup: Setup) -> Iterator[Row]:
         for name, attach in ATTACHED.items():
             count, few = (WATCHED_STEPS, 1) if name.startswith("Monitor") else (1, 0)
             made = [
-                steps(setup, attached, count, setup.size(sequences, 8))
-                for attached in (attach, None)
+                steps(setup, attach_or_none, count, setup.size(sequences, 8))
+                for attach_or_none in (attach, None)
             ]
             times = setup.interleave({name: made[0], "plain": made[1]}, setup.size(rounds[few], 2))
             yield ratio_row(f"step with {name} / plain step{size}", times, name, "plain")

@@ -31,14 +31,12 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
         for token in tokens
         if token.type == tokenize.COMMENT
     ]
-    for _, block in groupby(enumerate(comments), lambda token: token[1][0] - token[0]):
+    for _, block in groupby(enumerate(comments), lambda numbered: numbered[1][0] - numbered[0]):
         lines = [comment for _, comment in block]
         yield lines[0][0], " ".join(text for _, text in lines)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
-            parts = [
-                token.value if isinstance(token, ast.Constant) else "x" for token in node.values
-            ]
+            parts = [part.value if isinstance(part, ast.Constant) else "x" for part in node.values]
             if " " in (text := "".join(map(str, parts))):  # else a format, not a text
                 yield node.lineno, text
         elif isinstance(node, ast.Constant) and str(node.value).count(" ") > 3:
@@ -48,7 +46,7 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
 def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and text of every paragraph, heading, item and row outside code blocks."""
     plain = re.sub(
-        r"^ *```.*?^ *```", lambda token: "\n" * token[0].count("\n"), source, flags=re.M | re.S
+        r"^ *```.*?^ *```", lambda code: "\n" * code[0].count("\n"), source, flags=re.M | re.S
     )
     for block in re.finditer(r"^[ ]*[|#!-].*|(?:^(?![ ]*[|#!-]).*\S.*\n?)+", plain, re.MULTILINE):
         yield plain.count("\n", 0, block.start()) + 1, block[0]
@@ -81,7 +79,7 @@ def hits(
 def main(show: str = "") -> int:
     """Print the hits of each kind beside the most allowed; return 1 if there are more."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["prose"]
-    files = [f for token in settings["roots"] for f in [ROOT / token, *(ROOT / token).rglob("*")]]
+    files = [f for root in settings["roots"] for f in [ROOT / root, *(ROOT / root).rglob("*")]]
     counts: Counter[str] = Counter()
     for file in files:
         if file.suffix in (".py", ".md"):

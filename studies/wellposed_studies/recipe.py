@@ -128,7 +128,7 @@ class Recipe:
     builtin: str = ""
     """Data read if none is given; empty if it reads none or requires some."""
     power: Callable[[Request], Mapping[str, Any]] | None = None
-    """Smallest effect that its verdict can detect, before training; None if it is not stated."""
+    """Smallest effect that its verdict can detect, before training; None if nothing is trained."""
 
     @property
     def claim(self) -> str:

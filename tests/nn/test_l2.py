@@ -47,6 +47,26 @@ def build(dtype, scale, heads=2, **options):
     return layer
 
 
+MARGIN = 1e-4
+"""The layer divides by norms that are proved by Gram matrices, up to 3e-5 above those of certificates."""
+
+
+def check_certificate(layer, heads=2, norm="tok"):
+    """A contraction by 0.9 divides by the bound of B3. In tok B24 proves less: ``1 + 2c + 2e`` is a part
+    of ``1 + 4c`` with one head. With several, ``1 + 2e`` in place of ``1 + 2c`` may weigh more."""
+    total = certify(layer, seq_len=N, norm=norm).total
+    if norm != "tok":
+        assert total == 0.9
+        return
+
+    constants = l2_constants(N)
+    of_one_head = 0.9 * constants.bracket() / constants.without_joint_keys().bracket()
+    of_rows = 0.9 * (1 + 2 * constants.row_excess) / (1 + 2 * constants.c)
+    if heads == 1:
+        assert total == pytest.approx(of_one_head, rel=MARGIN)
+    assert of_rows <= total <= of_one_head * (1 + MARGIN) < 0.75
+
+
 def slope(layer, norm, tokens=N):
     """Largest `|f(x) - f(y)| / |x - y|` over pairs a good part of their size apart, each rounded to
     the dtype."""
@@ -74,7 +94,7 @@ def slope(layer, norm, tokens=N):
 def test_a_contraction_contracts_in_its_own_dtype(norm, dtype, scale):
     for heads in (1, 2, 8):
         layer = build(dtype, scale, heads, norm=norm, bias=scale == 1.0)
-        assert 0.5 < certify(layer, seq_len=N, norm=norm).total <= 0.9
+        check_certificate(layer, heads, norm)
         assert 0.01 < slope(layer, norm) <= 0.9
 
 
@@ -94,7 +114,7 @@ def test_heads_of_different_sizes():
     with torch.no_grad():
         layer.q_proj.weight.mul_(sizes.repeat_interleave(D // 4)[:, None])
         layer.o_proj.weight.mul_((1 / sizes).repeat_interleave(D // 4))
-    assert 0.5 < certify(layer, seq_len=N).total <= 0.9
+    check_certificate(layer)
     assert slope(layer, "tok") <= 0.9
 
 
@@ -135,7 +155,7 @@ def test_biases_that_drown_the_tokens_are_refused():
     certificate = certify(layer, seq_len=N)
     assert certificate.total == math.inf
     assert "drown tokens of norm 1" in certificate.layers[0].reason
-    assert 0.5 < certify(layer.double(), seq_len=N).total <= 0.9
+    check_certificate(layer.double())
 
 
 def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
@@ -144,7 +164,7 @@ def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
     with torch.no_grad(), layer.frozen():
         layer(x)
         copied = copy.deepcopy(layer)
-        assert 0.5 < certify(layer, seq_len=N).total <= 0.9
+        check_certificate(layer)
         layer.o_proj.weight.data.mul_(3.0)
         assert slope(layer, "tok") > 0.9 / 3, "the kept factor is in use"
         certificate = certify(layer, seq_len=N)
@@ -152,7 +172,7 @@ def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
         assert "edited inside frozen()" in certificate.layers[0].reason
         with pytest.raises(NotLipschitzError, match="frozen"):
             layer.lipschitz_bound(N)
-    assert 0.5 < certify(layer, seq_len=N).total <= 0.9
+    check_certificate(layer)
     copied.load_state_dict(layer.state_dict())
     with torch.no_grad():
         assert_close(copied(x), layer(x))

@@ -124,11 +124,9 @@ def _with_query_term(
     together = weights.join(averages, f"{form}, queries together")
     total = (together.value + terms.joint_query) * (1 + 1e-12)
     bound = Bound(total, together.form)
-    return (
-        smallest_bound([bound, weights.join(averages + terms.query, form)])
-        if weights.is_small
-        else bound
-    )
+    if not weights.is_small:
+        return bound
+    return smallest_bound([bound, weights.join(averages + terms.query, form)])
 
 
 def dot_product_ball_bound(
