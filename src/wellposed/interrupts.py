@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import signal
 import threading
@@ -21,8 +22,10 @@ _Handler = Callable[[int, FrameType | None], Any]
 class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
     """Delay signals that Python handles, such as Ctrl-C, until the block ends.
 
-    Handlers run in the main thread alone, so in another thread nothing is delayed. Keep the block
-    short: training cannot be stopped inside it.
+    Handlers run in the main thread alone, so in another thread nothing is delayed. A block of the
+    main thread may end in another, as one of a generator that is collected there: what arrived
+    reaches its handler at once, and so does all that follows. Keep the block short: training cannot
+    be stopped inside it.
 
     >>> with uninterrupted():
     ...     edited = True
@@ -31,6 +34,8 @@ class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
     _depth = 0
     _handlers: dict[int, _Handler] = {}  # noqa: RUF012 (one table of handlers in a process)
     _arrived: list[tuple[int, FrameType | None]] = []  # noqa: RUF012
+    _is_left = False
+    """Whether the last block ended in a thread that cannot restore the handlers."""
 
     def __enter__(self) -> None:
         self._is_active = threading.current_thread() is threading.main_thread()
@@ -56,6 +61,13 @@ class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
         if uninterrupted._depth:
             return
 
+        if threading.current_thread() is not threading.main_thread():
+            uninterrupted._is_left = True
+            while self._arrived:
+                number: Any = self._arrived.pop(0)[0]  # real-time signals are not in the enum
+                _thread.interrupt_main(number)
+            return
+
         handlers = dict(self._handlers)
         try:
             self._restore()
@@ -68,9 +80,10 @@ class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
 
     @staticmethod
     def _delay() -> None:
+        uninterrupted._is_left = False
         for number in _SIGNALS:
             handler = _handler_of(number)
-            # Ours is still there if the last block ended in another thread, which cannot restore it.
+            # Ours is still there if the last block ended in another thread.
             if callable(handler) and handler is not _note:
                 uninterrupted._handlers[number] = handler
                 signal.signal(number, _note)
@@ -83,7 +96,10 @@ class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    uninterrupted._arrived.append((number, frame))
+    if uninterrupted._is_left:
+        uninterrupted._handlers[number](number, frame)
+    else:
+        uninterrupted._arrived.append((number, frame))
 
 
 class Undo:
