@@ -34,8 +34,8 @@ PAGES = {
         " tasks.image_classification training.config training.loop.train training.loop.build"
         " training.loop.schedules training.loop.tracking training.folder.run_folder"
         " training.folder.result training.folder.atomic training.folder.manifest compare.variants compare.compare"
-        " compare.run_presets cli.commands report.aggregate report.page report.extra_sections statistics"
-        " plugins",
+        " compare.run_presets cli.commands report.aggregate report.comparison report.page report.extra_sections"
+        " statistics plugins",
     ),
     "integrations": ("Integrations", "integrations"),
     "errors": ("Errors", "errors registry"),

@@ -23,8 +23,8 @@ class uninterrupted:  # noqa: N801 (a context manager that is read as a verb)
     """Delay signals that Python handles, such as Ctrl-C, until the block ends.
 
     Handlers run in the main thread alone, so in another thread nothing is delayed. A block of the
-    main thread may end in another, as one of a generator that is collected there: what arrived
-    reaches its handler at once, and so does all that follows. Keep the block short: training cannot
+    main thread may end in another, as one of a generator that is collected there: signals that
+    arrived reach their handlers at once, and so do later ones. Keep the block short: training cannot
     be stopped inside it.
 
     >>> with uninterrupted():

@@ -6,7 +6,8 @@ import json
 import pytest
 from tests.support.edited import edited
 
-from wellposed_lab.report.aggregate import aggregate, verdict
+from wellposed_lab.report.aggregate import aggregate
+from wellposed_lab.report.comparison import verdict
 from wellposed_lab.report.page import build_report
 
 VALUES = {"plain": [0.5, 0.51, 0.52], "other": [0.7, 0.72, 0.71]}

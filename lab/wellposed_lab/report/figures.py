@@ -11,7 +11,7 @@ from typing import Any
 from wellposed.measurement import WEIGHT_COLUMNS, role_name, short_role
 from wellposed_lab import charts
 from wellposed_lab.charts import Panel, Series, Style, lines, where
-from wellposed_lab.report.aggregate import TaskComparison
+from wellposed_lab.report.comparison import TaskComparison
 from wellposed_lab.report.html_table import CsvLink, csv_link
 from wellposed_lab.report.metric_words import SPLITS, metric_words
 from wellposed_lab.report.runs import Run, is_finite

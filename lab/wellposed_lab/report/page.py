@@ -13,6 +13,7 @@ from wellposed.errors import import_extra
 from wellposed.options import flat_options
 from wellposed_lab.report import aggregate
 from wellposed_lab.report import runs as run_files
+from wellposed_lab.report.comparison import Comparison, TaskComparison
 from wellposed_lab.report.extra_sections import extra_sections
 from wellposed_lab.report.html_table import Cell, Column, Table, csv_link
 from wellposed_lab.report.runs import Run
@@ -101,7 +102,7 @@ def _assets(environment: Any) -> dict[str, Any]:
     return {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
 
 
-def _excluded(comparison: aggregate.Comparison) -> Table | None:
+def _excluded(comparison: Comparison) -> Table | None:
     rows = [
         {
             "run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed,
@@ -127,7 +128,7 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
     return _with_owners(described)
 
 
-def _options(tasks: Sequence[aggregate.TaskComparison]) -> list[tuple[str, list[tuple[str, str]]]]:
+def _options(tasks: Sequence[TaskComparison]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return every option in which tasks or variants differ, each value with who has it."""
     described = []
     apart = ("task", "variant", "train.seed")

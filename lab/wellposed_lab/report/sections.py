@@ -8,8 +8,8 @@ from typing import Any
 
 from wellposed.options import flat_options
 from wellposed.text_table import format_number
-from wellposed_lab.report import aggregate, figures
-from wellposed_lab.report.aggregate import TaskComparison
+from wellposed_lab.report import comparison, figures
+from wellposed_lab.report.comparison import TaskComparison
 from wellposed_lab.report.figures import Groups, Numbers, Weights
 from wellposed_lab.report.html_table import Cell, Column, CsvLink, Table, csv_link, slug
 from wellposed_lab.report.metric_words import metric_words
@@ -47,7 +47,7 @@ def task_section(
     )
     notes += [f"{variant}, seed {seed}: {alarm}" for variant, seed, alarm in alarms if alarm]
     of_data = [line for run in chain(*runs) for line in data_remarks(run.result.get("data") or {})]
-    distinct = aggregate.distinct_metrics(task)
+    distinct = comparison.distinct_metrics(task)
     learned = ""
     tests = [record for record in task.records() if record["metric"] in distinct]
     differences = csv_link(f"{name}-differences", list(tests[0]), tests)
@@ -74,7 +74,7 @@ def task_section(
     return {
         "anchor": f"task-{number}",
         "name": task.task.replace(", ...)", ")"),
-        "verdict": aggregate.verdict(task),
+        "verdict": comparison.verdict(task),
         "answer": _answer(task, differences, {} if same else verdicts),
         "learned": learned,
         "worth": [f"Worth it? {', '.join(verdicts)}: {text}" for text in same if rule],
@@ -84,7 +84,7 @@ def task_section(
             *notes,
             *(f"data: {line}" for line in dict.fromkeys(of_data)),
         ],
-        "results": aggregate.results_table(task, f"{name}-results"),
+        "results": comparison.results_table(task, f"{name}-results"),
         "figures": [figure for figure in drawn if figure],
         "training": _training(f"{name}-training", groups),
         "data": _data(runs),
