@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 WORKERS ?= 2
 
 .PHONY: demo test test-library test-lab test-studies test-all test-whole check installs mutants clean
@@ -13,14 +13,15 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Two stamps, so that the demo does not wait for linters. Tests run on `.[all]`, the line of the README, so that pins
-# which contradict each other are noticed.
-$(VENV)/.installed-run: pyproject.toml lab/pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
+# which contradict each other are noticed. Python compiles what is imported, as it is imported: pip would compile all.
+PACKAGES := pyproject.toml lab/pyproject.toml studies/pyproject.toml constraints.txt
+$(VENV)/.installed-run: $(PACKAGES) | $(BIN)/python
 	$(PIP) --editable '.[lab]' --editable ./lab --editable ./studies
 	touch $@
 
-$(VENV)/.installed-develop: $(VENV)/.installed-run
+$(VENV)/.installed-develop: $(PACKAGES) | $(BIN)/python
 	$(PIP) --editable '.[all,test,lint,docs]' --editable ./lab --editable ./studies
-	touch $@
+	touch $(VENV)/.installed-run $@
 
 demo: $(VENV)/.installed-run
 	$(BIN)/python examples/demo.py --out runs/demo
