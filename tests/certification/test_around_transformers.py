@@ -195,6 +195,14 @@ def test_a_float64_copy_computes_norms_in_float64(family):
     assert "forward" not in vars(model.layers[0].input_layernorm)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
+def test_norms_in_float32_do_not_look_like_a_wrong_rule(family):
+    """In a float64 model they round to float32, which a step of a small ball shows."""
+    model = rotary(family, "ForCausalLM").double().eval()
+    for radius in (1e-1, 1e-3, 1e-4):
+        assert certify(model, around=inputs(), radius=radius, mask="causal").label == "certified"
+
+
 def test_small_balls_around_llama_are_bounded_within_a_factor():
     """Attention has the bound of a ball, so the factor is larger than BERT's."""
     model = made("LlamaModel", size=1.0)

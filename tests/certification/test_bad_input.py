@@ -22,6 +22,7 @@ from wellposed.certification.bounds import (
 )
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
+from wellposed.nn import CosineSelfAttention
 
 WIDTH = 4
 TOKENS = 3
@@ -144,6 +145,16 @@ def test_an_activation_of_unknown_slopes_is_named(route):
     assert math.isinf(certificate.total)
     assert "1 (Sine)" in certificate.table()
     with pytest.raises(NotLipschitzError, match=r"1 \(Sine\): no rule for"):
+        certificate.require()
+
+
+@pytest.mark.parametrize("norm", ["tok", 2, "inf"])
+def test_an_infinite_temperature_is_named(norm):
+    attention = CosineSelfAttention(WIDTH, 2).double().eval()
+    with torch.no_grad():
+        attention.log_tau.fill_(1000.0)
+    certificate = certify(attention, seq_len=TOKENS, norm=norm)
+    with pytest.raises(NotLipschitzError, match=r"log_tau reaches 1000; lower log_tau"):
         certificate.require()
 
 

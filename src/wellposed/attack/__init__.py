@@ -5,6 +5,7 @@ from wellposed.attack._inputs import activation_dtype as activation_dtype
 from wellposed.attack._inputs import in_dtype as in_dtype
 from wellposed.attack._inputs import perturbation_size as perturbation_size
 from wellposed.attack._inputs import reads_pairs as reads_pairs
+from wellposed.attack._inputs import rounding_unit as rounding_unit
 from wellposed.attack._inputs import steepest_direction as steepest_direction
 from wellposed.attack._lower_bound import LowerBound as LowerBound
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound

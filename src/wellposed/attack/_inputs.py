@@ -112,16 +112,28 @@ FLOAT32_NORMS = tuple(
 """Norms that compute in float32 in models of every dtype."""
 
 
+def _computes_in_float32(part: nn.Module) -> bool:
+    kind = type(part)
+    return f"{kind.__module__}.{kind.__qualname__}" in FLOAT32_NORMS
+
+
+def rounding_unit(module: nn.Module, dtype: torch.dtype) -> float:
+    """Return the unit of rounding of a pass in ``dtype``: that of float32 at least, if the module
+    has a part of `FLOAT32_NORMS`, whose family computes the softmax in float32 too."""
+    eps = torch.finfo(dtype).eps
+    in_float32 = any(map(_computes_in_float32, module.modules()))
+    return max(eps, torch.finfo(torch.float32).eps) if in_float32 else eps
+
+
 def _rms_norm(part: Any, hidden_states: Tensor) -> Tensor:
     """Compute a norm of `FLOAT32_NORMS` in the dtype of its input."""
     square = hidden_states.square().mean(-1, keepdim=True)
     return part.weight * (hidden_states * torch.rsqrt(square + part.variance_epsilon))
 
 
-def _without_float32(part: Any) -> None:
+def _without_float32(part: nn.Module) -> None:
     """Make a norm of `FLOAT32_NORMS` compute in the dtype of its input."""
-    kind = type(part)
-    if f"{kind.__module__}.{kind.__qualname__}" in FLOAT32_NORMS:
+    if _computes_in_float32(part):
         part.forward = functools.partial(_rms_norm, part)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.attack import Call, perturbation_size, steepest_direction
+from wellposed.attack import Call, perturbation_size, rounding_unit, steepest_direction
 from wellposed.errors import (
     NotContractiveError,
     NotLipschitzError,
@@ -257,11 +257,12 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> tuple[str, dict[str
             bounds[id(part)] = (path, part, bound)
 
     bounds[id(claim.module)] = ("", claim.module, claim.total)
+    unit = rounding_unit(claim.module, claim.dtype)
     shares: list[float] = []
     slopes: dict[str, float] = {}
     for path, part, bound in bounds.values():
         name = f"{path or 'the module'} ({type(part).__name__})"
-        of_part = [_share(pair, bound, name, claim) for pair in by_part.get(id(part), ())]
+        of_part = [_share(pair, bound, name, claim, unit) for pair in by_part.get(id(part), ())]
         shares += of_part
         if of_part:
             slopes[path] = max(of_part) * bound
@@ -272,7 +273,7 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> tuple[str, dict[str
     ), slopes
 
 
-def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
+def _share(pair: _Pair, bound: float, name: str, claim: Claim, unit: float) -> float:
     """Return slope / bound, with differences taken in float64."""
     moved = _size(pair.aside.double() - pair.x.double(), claim.norm)
     change = _size(pair.other.double() - pair.y.double(), claim.norm)
@@ -290,7 +291,7 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
         sum(_size(value, claim.norm) for value in values)
         for values in ((pair.x, pair.aside), (pair.y, pair.other))
     )
-    noise = _ULPS * torch.finfo(claim.dtype).eps * (outputs + bound * inputs)
+    noise = _ULPS * unit * (outputs + bound * inputs)
     excess = slope - bound * (1 + 1e-6)
     allowed = torch.where(moved > 0, noise / moved, 0.0).clamp_min(0)
     if bool((excess > allowed).any()):

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wellposed.certification._layer_bound import LayerBound, times
+from wellposed.certification._layer_bound import LayerBound, Refused, times
 from wellposed.certification._rules_by_class import register_rule
 from wellposed.certification._walk import RuleContext
 from wellposed.certification.rules._attention_weights import (
@@ -172,6 +172,11 @@ def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) ->
     weights = weights_of(module, context)
     # Rounding in the module's dtype may raise the exponential by a unit in the last place.
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
+    if not bool(tau.isfinite().all()):
+        raise Refused(
+            f"a temperature exp(log_tau) is infinite, as log_tau reaches {float(module.log_tau.max()):g};"
+            " lower log_tau"
+        )
     nu = module.nu.detach().double().expand(len(weights.output))
     cosine = CosineWeights(
         query=weights.query,
