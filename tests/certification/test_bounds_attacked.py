@@ -9,12 +9,17 @@ from torch import nn
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
+from wellposed.certification.bounds import tightest_bound
+from wellposed.errors import NotLipschitzError
 from wellposed.models import WellposedConfig
 from wellposed.nn import (
     Block,
+    CosineSelfAttention,
     DynamicTanh,
     InvertibleResidual,
+    L2SelfAttention,
     MaxMin,
+    PostNorm,
 )
 
 ACTIVATIONS = (
@@ -22,6 +27,9 @@ ACTIVATIONS = (
     lambda: nn.LeakyReLU(-0.5), lambda: nn.LeakyReLU(0.2), lambda: nn.ELU(2.0), MaxMin,
 )  # fmt: skip
 WIDTH = 4
+NORMS = ("tok", "inf", 2, "sum")
+# Norm sum counts words; the parts of the variant lipschitz alone have a bound in it (B14).
+NO_BOUND_IN_SUM = (InvertibleResidual, L2SelfAttention, CosineSelfAttention, PostNorm)
 
 
 def _stack(dice, depth):
@@ -49,7 +57,7 @@ def _module(dice):
     sizes = {"hidden_size": WIDTH, "num_attention_heads": 2, "intermediate_size": 8}
     config = WellposedConfig(
         **sizes,
-        attention="l2_tied",
+        attention=dice.choice(("l2_tied", "ball", "cosine")),
         norm=dice.choice(("none", "dyt", "post")),
         residual=dice.choice(("plain", "rezero", "convex")),
         feedforward=dice.choice(("mlp", "maxmin")),
@@ -57,27 +65,70 @@ def _module(dice):
     )
     block = Block(config)
     for parameter in block.parameters():
-        parameter.data.mul_(10 ** dice.uniform(-1, 1))
+        # Scales of ReZero begin at 0, which would leave the identity.
+        start = parameter.data if parameter.data.any() else torch.ones_like(parameter)
+        exponent = dice.uniform(-1, 1)
+        if parameter.ndim == 2:
+            exponent = dice.choice((-6, 6, exponent, exponent))
+        parameter.data = start * 10**exponent
     return block
 
 
+def _reached(module, certificate, seed):
+    """Return the largest slope that an attack finds over the certified one."""
+    attack = lipschitz_lower_bound(
+        module, (3, WIDTH), norm=certificate.norm, restarts=4, steps=10, seed=seed,
+        scales=(0.01, 30.0),
+    )  # fmt: skip
+    return max(attack.value, attack.slope) / max(certificate.total, 1e-300)
+
+
+def _content(link):
+    values = (vars(link).get(name) for name in ("weight", "norm", "low", "high"))
+    stored = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+    return f"{type(link).__name__} {stored}"
+
+
+@pytest.fixture
+def searched_once(monkeypatch):
+    """Search multipliers once for the same weights: norms tok, 2 and sum ask for the same ones."""
+    made = {}
+
+    def bound(links, skip=0.0, scale=1.0):
+        key = (skip, scale, *map(_content, links))
+        if key not in made:
+            made[key] = tightest_bound(links, skip, scale)
+        return made[key]
+
+    monkeypatch.setattr("wellposed.certification._walk.tightest_bound", bound)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
-def test_nothing_is_above_its_bound(part):
-    for number in range(50):
-        dice = random.Random(50 * part + number)
-        torch.manual_seed(50 * part + number)
-        norm = dice.choice(("tok", "inf", 2, "sum"))
+@pytest.mark.usefixtures("searched_once")
+@pytest.mark.parametrize("part", range(20))
+def test_nothing_is_above_its_bound_in_any_norm(part):
+    """500 modules, each in every norm: attacked, or refused with the name of a part."""
+    attacked = dict.fromkeys(NORMS, 0)
+    for number in range(25 * part, 25 * part + 25):
+        dice = random.Random(number)
+        torch.manual_seed(number)
         module = _module(dice).double().eval()
-        certificate = certify(module, seq_len=3, norm=norm, cross_check=False)
-        if certificate.label == "uncertified":
+        for norm in NORMS:
+            certificate = certify(module, seq_len=3, norm=norm, cross_check=False)
+            if certificate.label != "uncertified":
+                assert _reached(module, certificate, number) <= 1 + 1e-9, (number, norm, module)
+                attacked[norm] += 1
+                continue
+
+            parts = [part for part in module.modules() if isinstance(part, NO_BOUND_IN_SUM)]
+            named = "|".join({type(part).__name__ for part in parts})
             assert norm == "sum"
-            continue
-        attack = lipschitz_lower_bound(
-            module, (3, WIDTH), norm=norm, restarts=4, steps=15, seed=number, scales=(0.01, 30.0)
-        )
-        reached = max(attack.value, attack.slope)
-        assert reached <= certificate.total * (1 + 1e-9), (part, number, module, norm)
+            assert named
+            with pytest.raises(NotLipschitzError, match=named):
+                certificate.require()
+
+    assert attacked["tok"] == attacked["inf"] == attacked[2] == 25
+    assert attacked["sum"] > 0
 
 
 def test_a_few_of_them():
@@ -85,6 +136,4 @@ def test_a_few_of_them():
         dice = random.Random(number)
         torch.manual_seed(number)
         module = _module(dice).double().eval()
-        certificate = certify(module, seq_len=3, cross_check=False)
-        attack = lipschitz_lower_bound(module, (3, WIDTH), restarts=2, steps=8)
-        assert max(attack.value, attack.slope) <= certificate.total * (1 + 1e-9)
+        assert _reached(module, certify(module, seq_len=3, cross_check=False), 0) <= 1 + 1e-9
