@@ -33,7 +33,7 @@ _WORK = 2e10
 """Multiply-adds that the search may take."""
 _LARGEST_WORK = 2e10
 """Multiply-adds of a factor beyond which there is no proof."""
-_QUICK_WORK = 5e8
+_QUICK_WORK = 2.5e9
 """Multiply-adds of a factor up to which a chain is bounded without a search."""
 _SLACKS = (1e-9, 1e-8, *SLACKS)
 """A narrow chain is proved this near; wide ones have more rounding."""

@@ -1,0 +1,68 @@
+"""Small classifiers of texts, trained for a few seconds, whose certified radii are measured."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import set_seed
+from torch import Tensor
+
+from wellposed.model_options import ModelOptions
+from wellposed.models import input_vectors
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.tasks.task import Task, build_task
+from wellposed_lab.training.config import RunConfig, TrainOptions
+from wellposed_lab.training.loop.batches import MicroBatches
+from wellposed_lab.training.loop.build import build_run_model, set_learning_rate
+from wellposed_lab.training.loop.machine import build_accelerator
+from wellposed_lab.training.loop.run import Parts
+from wellposed_lab.training.loop.schedules import learning_rate
+from wellposed_lab.training.loop.step import compute_gradients
+
+TOKENS = 48
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Example:
+    """An embedded text of *test*, without padding, and its class."""
+
+    tokens: Tensor
+    """(1, tokens, width), float64."""
+    label: Tensor
+
+
+def texts_of(data: str) -> Task:
+    return build_task("text_classification", {"data": data, "max_length": TOKENS})
+
+
+def trained(variant: str, seed: int, task: Task, *, steps: int) -> Any:
+    """Return a model of one block of width 32 after some steps of 32 texts, by the loop of
+    `wellposed train` with its default schedule."""
+    sizes = ModelOptions(hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=1)
+    options = TrainOptions(steps=steps, batch_size=32, seed=seed, device="cpu")
+    base = RunConfig("text_classification", model=sizes, train=options)
+    config = apply_variant(variant, base)
+    options = config.train
+    set_seed(seed)
+    parts = Parts(config, task, build_run_model(config, task), build_accelerator(options))
+    batches = MicroBatches(task, options.batch_size, seed)
+    with closing(parts):
+        for step in range(1, steps + 1):
+            set_learning_rate(parts.optimizer, learning_rate(step, options, WIDTH))
+            compute_gradients(parts.accelerator, parts.prepared, task, batches.take(1), options)
+            parts.optimizer.step()
+            parts.optimizer.zero_grad(set_to_none=True)
+    return parts.model.double().eval().requires_grad_(False)
+
+
+def examples_of(model: Any, task: Task, count: int) -> list[Example]:
+    dataset = task.dataset("test")
+    examples: list[Example] = []
+    for index in range(count):
+        row = task.collate([dataset[index]])
+        tokens = row["input_ids"][:, : int(row["attention_mask"].sum())]
+        examples.append(Example(input_vectors(model, tokens).double(), row["labels"]))
+    return examples
