@@ -56,6 +56,8 @@ class Tracer(TorchFunctionMode):
         self._neutral: dict[int, frozenset[str]] = {}
         """Storages computed without activations -> the parameters behind them."""
         self._parametrized: dict[str, WeightView] = {}
+        self._computed_by: dict[nn.Module, WeightView] = {}
+        """Parametrisation -> the weight that it computes."""
         self._rows: dict[str, WeightView] = {}
         """Parameters whose rows may be positions, by name."""
         self._looked_up: dict[int, WeightView] = {}
@@ -124,6 +126,11 @@ class Tracer(TorchFunctionMode):
         """Note that a module is done, and whether it may be a norm: same shape, few vectors."""
         if module in self._running:
             del self._running[self._running.index(module) :]
+        view = self._computed_by.get(module)
+        if view is not None and isinstance(output, Tensor):
+            # Its steps may transpose or stack the weight, so only the result has its layout.
+            self._remember(output, view)
+            self._alive.append(output)
         pair = (*inputs, output)
         if (
             len(pair) == 2
@@ -391,6 +398,9 @@ class Tracer(TorchFunctionMode):
         owner_path = owner_path.lstrip(".") if inside else path
         view = WeightView(owner_path, modules[owner_path], attribute)
         self._parametrized[_name(view)] = view
+        if inside:
+            steps: Any = modules[owner_path].parametrizations
+            self._computed_by[steps[attribute]] = view
         return view
 
     def _remember(self, weight: Tensor, view: WeightView) -> None:
