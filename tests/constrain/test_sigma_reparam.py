@@ -104,6 +104,47 @@ def test_merging_leaves_a_plain_model_that_computes_the_same():
     torch.testing.assert_close(model(input_ids=IDS).logits, logits)
 
 
+def test_merging_twice_changes_nothing_and_merged_weights_have_no_gain_to_read():
+    model = FAMILIES["gpt2"]()
+    handle = sigma_reparam_(model)
+    handle.merge()
+    merged = {name: value.clone() for name, value in model.state_dict().items()}
+    handle.merge()
+    assert all(torch.equal(value, merged[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ConfigError, match=r"no learnt norm any more.*\n.*c_attn\.weight\[0:16\]"):
+        handle.norms()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_is_converted_after_it_was_reparametrised(family, dtype):
+    if family == "mixtral" and dtype == torch.float64:
+        pytest.skip("torch's grouped product of experts has no float64")
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    handle = sigma_reparam_(model, gain=1.5)
+    model.to(dtype)
+    for norm, gain in handle.norms().values():
+        assert norm == pytest.approx(gain, rel=0.01)
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    for norm, gain in handle.norms().values():
+        assert norm == pytest.approx(gain, rel=0.3)
+
+
+def test_an_evaluation_before_the_backward_pass_of_another_is_no_obstacle():
+    layer = nn.Linear(4, 4)
+    sigma_reparam_(layer, "weight")
+    x = torch.randn(3, 4)
+    first = layer.eval()(x)
+    second = layer.train()(x)
+    (first + second).sum().backward()
+    assert layer.parametrizations.weight.original.grad.isfinite().all()
+
+
 def test_its_state_is_saved_and_copies_are_their_own():
     torch.manual_seed(0)
     model = FAMILIES["llama"]()

@@ -39,7 +39,17 @@ class SigmaReparametrized:
         """Return ``(|W|_2, g)`` of every matrix as its layer applies it; certified norms.
 
         Cost: an eigensolver for each matrix. The two differ by the error of the power steps.
+
+        Raises:
+            ConfigError: weights that are plain parameters now, as after ``merge()``.
         """
+        gone = [part.label for part in self._slices if not _is_live(part)]
+        if gone:
+            raise ConfigError(
+                "sigma_reparam_: these weights have no learnt norm any more, as after merge(); call"
+                f" sigma_reparam_ again, or measure the plain weights:\n{listed(gone)}"
+            )
+
         measured: dict[str, tuple[float, float]] = {}
         for part in self._slices:
             reparam = _reparam_of(part)
@@ -54,9 +64,11 @@ class SigmaReparametrized:
     def merge(self) -> None:
         """Write the weights into plain parameters, and take the parametrisations off.
 
-        The layers compute what they compute in evaluation. Optimizers must be made anew.
+        The layers compute what they compute in evaluation. Optimizers must be made anew. Weights that
+        are plain already stay as they are.
         """
-        for module, name in dict.fromkeys((part.module, part.name) for part in self._slices):
+        live = ((part.module, part.name) for part in self._slices if _is_live(part))
+        for module, name in dict.fromkeys(live):
             with _AtRest(module):
                 parametrize.remove_parametrizations(module, name, leave_parametrized=True)
 
@@ -136,6 +148,12 @@ def sigma_reparam_(
 
 def _taken_off(module: nn.Module, name: str) -> None:
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+
+
+def _is_live(part: WeightSlice) -> bool:
+    """Return whether the weight still has the parametrisation."""
+    steps: Any = getattr(part.module, "parametrizations", {})
+    return part.name in steps and isinstance(steps[part.name][0], SigmaReparam)
 
 
 def _reparam_of(part: WeightSlice) -> SigmaReparam:

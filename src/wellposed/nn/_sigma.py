@@ -83,17 +83,21 @@ class SigmaReparam(nn.Module):
     def _norm(self, index: int, stack: Tensor) -> Tensor:
         """Return ``u^T W v`` of each entry, after a power step in training."""
         block = self._rows(stack, self.blocks[index]).to(compute_dtype(stack))
-        left: Tensor = getattr(self, f"left{index}")
-        right: Tensor = getattr(self, f"right{index}")
+        stored_left: Tensor = getattr(self, f"left{index}")
+        stored_right: Tensor = getattr(self, f"right{index}")
+        # New tensors, as a later pass changes the stored ones before this one's backward.
+        left = stored_left.to(block.dtype, copy=True)
+        right = stored_right.to(block.dtype, copy=True)
         if self.training:
             with torch.no_grad():
                 fixed = block.detach()
-                left.copy_(nn.functional.normalize((fixed @ right[..., None])[..., 0], dim=-1))
-                right.copy_(
-                    nn.functional.normalize((left[..., None, :] @ fixed)[..., 0, :], dim=-1)
-                )
-            # Copies, as a later pass changes the vectors before this one's backward.
-            left = left.clone()
-            right = right.clone()
+                left = nn.functional.normalize((fixed @ right[..., None])[..., 0], dim=-1)
+                right = nn.functional.normalize((left[..., None, :] @ fixed)[..., 0, :], dim=-1)
+                stored_left.copy_(left)
+                stored_right.copy_(right)
+        elif stored_left.dtype != block.dtype:
+            # Rounded with the model, as after `model.bfloat16()`: their lengths are not 1.
+            left = nn.functional.normalize(left, dim=-1)
+            right = nn.functional.normalize(right, dim=-1)
 
         return ((left[..., None, :] @ block)[..., 0, :] * right).sum(-1)
