@@ -76,9 +76,28 @@ def test_training_lowers_it():
     ("options", "message"),
     [
         ({"form": {"affinity": "jazmin"}}, "nearest: jasmin"),
+        ({"form": "jazmin"}, "nearest: jasmin"),
+        ({"form": "gram"}, "form of affinity 'gram'"),
+        ({"form": "jasmin", "attention": 1.0}, r"form=\{'affinity': 'jasmin'\}"),
         ({"form": {"affinity": "jasmin"}, "estimator": "probes"}, "no estimate by probes"),
     ],
 )
 def test_other_names_and_probes_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         wp.OrthogonalityPenalty(nn.TransformerEncoderLayer(8, 2, 16), affinity=1.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "alike"),
+    [("jasmin", {"affinity": "jasmin"}), ("paper", {}), ("gram_squared", {})],
+)
+def test_one_name_for_all_strengths_is_that_of_affinities_penalised_alone(form, alike):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    x = torch.randn(5, 3, 8)
+    values = []
+    for asked in (form, alike):
+        penalty = wp.OrthogonalityPenalty(layer, affinity=1.0, form=asked)
+        output = layer(x)
+        values.append(penalty().item() + 0 * output.sum().item())
+        penalty.remove()
+    assert values[0] == pytest.approx(values[1])

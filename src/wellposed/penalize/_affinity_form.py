@@ -18,6 +18,7 @@ from wellposed.functional import (
 
 AFFINITY = "affinity"
 """The strength whose form this is."""
+JASMIN = "jasmin"
 
 
 class AffinityForm(NamedTuple):
@@ -29,14 +30,22 @@ class AffinityForm(NamedTuple):
     """Function of logits that are in memory already."""
 
 
-def affinity_form(form: str | Mapping[str, str], *, estimator: str, **options: Any) -> AffinityForm:
-    """Return how affinities are penalised: ``|A^T A - I|_F^2``, or JaSMin's bound."""
-    name = form.get(AFFINITY, "paper") if isinstance(form, Mapping) else "paper"
-    if name == "paper":
+def affinity_form(
+    form: str | Mapping[str, str], *, is_alone: bool, estimator: str, **options: Any
+) -> AffinityForm:
+    """Return how affinities are penalised: ``|A^T A - I|_F^2``, or JaSMin's bound.
+
+    One name for all strengths is that of the weights, unless affinities are penalised alone.
+    """
+    if isinstance(form, Mapping):
+        name = form.get(AFFINITY, "paper")
+    else:
+        name = form if is_alone else "paper"
+    if name == "paper" or (name == "gram_squared" and isinstance(form, str)):
         rule = partial(affinity_penalty, estimator=estimator, **options)
         return AffinityForm(rule, affinity_penalty_from_logits)
-    if name != "jasmin":
-        raise unknown_name("form of affinity", str(name), ("paper", "jasmin"))
+    if name != JASMIN:
+        raise unknown_name("form of affinity", str(name), ("paper", JASMIN))
     if estimator != "exact":
         raise ConfigError(
             f"OrthogonalityPenalty: estimator = {estimator!r} with the form 'jasmin' of affinity, which"

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.penalize._affinity_form import AFFINITY
+from wellposed.penalize._affinity_form import AFFINITY, JASMIN
 from wellposed.penalize._roles import PENALISED_ROLES
 from wellposed.registry import Registry
 
@@ -28,6 +28,11 @@ def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> d
     asked.pop(AFFINITY, None)  # see `affinity_form`
     names = (*_OURS, *FORMS)
     for strength, name in asked.items():
+        if name == JASMIN:
+            raise ConfigError(
+                f"form {name!r} is one of affinity, and {strength} is penalised too; pass"
+                f" form={{'affinity': {name!r}}}"
+            )
         if name not in names:
             raise unknown_name("form", str(name), names)
         if strength not in PENALISED_ROLES:

@@ -77,7 +77,8 @@ class OrthogonalityPenalty:
         form: of ``| |``: ``"gram_squared"`` (squared Frobenius norm), ``"gram"`` (the norm),
             ``"qr"`` (``|Q - A|_F``) or that of the strength's ``"paper"`` (squares for attention
             and feedforward, norms for the rest); or a mapping from strength name to form. Of
-            ``"affinity"`` also ``"jasmin"``, `softmax_norm_penalty`. Strengths fit their own form only.
+            ``"affinity"`` ``"paper"`` (squares) or ``"jasmin"``, `softmax_norm_penalty`. Strengths fit
+            their own form only.
         attention_mode: ``"joint"`` or ``"separate"``.
         estimator: ``"exact"``, or ``"probes"`` in O(N) memory.
         num_probes: number of random probes.
@@ -169,7 +170,12 @@ class OrthogonalityPenalty:
         )
         self._warned = False
         probes = {"num_probes": num_probes, "generator": generator}
-        self._affinity_form = affinity_form(form, estimator=estimator, **probes)
+        self._affinity_form = affinity_form(
+            form,
+            is_alone=not on_weights and AFFINITY in self._strengths,
+            estimator=estimator,
+            **probes,
+        )
         self.roles: Roles
         self._all_terms: list[Term]
         self._live: LiveParts
