@@ -1,6 +1,7 @@
 """`certified_bound`: its value is the certificate's, its gradient the slope of that value."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -26,6 +27,10 @@ NETS = {
     "maxmin with its skip": lambda: InvertibleResidual(MaxMinFeedForward(6, 12)),
     "chain": lambda: nn.Sequential(
         nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    ),
+    "two linear maps": lambda: nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)),
+    "linear maps with their skip": lambda: InvertibleResidual(
+        nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6))
     ),
     "block": _body,
 }
@@ -57,6 +62,43 @@ def test_the_gradient_predicts_the_change_of_the_certificate(name, norm):
     after = certify(moved, **asked, cross_check=False).total
     lowered = math.log(float(bound.detach()) / after)
     assert (0.6 if norm == "tok" else 0.1) * predicted < lowered < 1.5 * predicted
+
+
+@pytest.mark.parametrize("widths", [(5, 8, 8, 3), (5, 8, 8, 4, 3), (5, 8, 8, 4, 4, 3)])
+def test_chains_too_costly_for_one_proof_have_the_gradient_of_their_pairs(widths, monkeypatch):
+    monkeypatch.setattr("wellposed.certification.bounds._chain._LARGEST_WORK", 1.0)
+    torch.manual_seed(0)
+    maps = [nn.Linear(*shape) for shape in itertools.pairwise(widths)]
+    layers = [part for linear in maps for part in (linear, nn.LeakyReLU(1.5))][:-1]
+    net = nn.Sequential(*layers).double()
+    certificate = certify(net, cross_check=False)
+    assert "two maps at a time" in certificate.form
+    bound = certified_bound(net)
+    assert float(bound.detach()) == pytest.approx(certificate.total, rel=1e-9)
+    bound.log().backward()
+    for linear in maps:
+        # The bound is of degree one in each matrix.
+        slope = float((linear.weight.grad * linear.weight.detach()).sum())
+        assert slope == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_product_of_zero_has_a_finite_gradient():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+        net[1].weight.copy_(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
+    bound = certified_bound(net)
+    bound.backward()
+    assert 0 <= bound.item() < 1e-12
+    assert all(weight.grad.isfinite().all() for weight in net.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_map_of_width_zero_is_constant():
+    net = nn.Sequential(nn.Linear(3, 0), nn.ReLU(), nn.Linear(0, 2))
+    bound = certified_bound(net)
+    bound.backward()
+    assert bound.item() == certify(net).total == 0.0
 
 
 def test_a_few_steps_lower_the_bound_of_a_parametrised_weight_too():

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellposed.certification.bounds._branch import branch_bound, branch_square, searched_branches
+from wellposed.certification.bounds._branch import branch_square, searched_branches
 from wellposed.certification.bounds._chain import (
     chain_square,
     searched_chain,
     unsearched_chain,
 )
 from wellposed.certification.bounds._network import Link, Matrix, Network, network_of
+from wellposed.certification.bounds._search import smooth_largest
 from wellposed.linalg import certified_spectral_norm
 from wellposed.torch_modes import on_the_cpu
 
@@ -24,6 +25,7 @@ _NEARLY_ISOMETRIC = 0.95
 BRANCH = "multipliers (B18)"
 LINEAR = "norm of the product of matrices"
 CHAIN = "multipliers of a chain (B19)"
+_TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +34,8 @@ class Tight:
 
     value: float
     form: str
-    squared: Callable[[Network], Tensor] | None = None
-    """rho of a network of the same shapes, the multipliers of the proof held fixed."""
+    live: Callable[[Network], Tensor] | None = None
+    """The bound of a network of the same shapes, the multipliers of the proof held fixed."""
 
 
 NO_BOUND = Tight(math.inf, "")
@@ -68,39 +70,59 @@ def tightest_bound(links: Sequence[Link], skip: float = 0.0, scale: float = 1.0)
 
 def _by_depth(network: Network, skip: float, scale: float) -> Tight:
     if len(network.weights) == 1:
-        return Tight(_linear_bound(network, skip, scale), LINEAR)
+        bound = _linear_bound(network, skip, scale)
+        return Tight(bound, LINEAR, lambda live: _norm(_one_map(live, skip, scale)))
     if len(network.weights) == 2:
-        (bound,), used = searched_branches([network], [skip], [scale])
-        if used is None:
-            return NO_BOUND
-        return Tight(bound, BRANCH, lambda live: branch_square(live, skip, scale, used[0]))
+        return _of_branch(network, skip, scale)
     bound, multipliers = searched_chain(network, skip, scale)
     if math.isinf(bound) and not skip:
-        return Tight(abs(scale) * _by_pairs(network), f"{BRANCH}, two maps at a time")
+        return _by_pairs(network, scale)
     return _of_chain(skip, scale, bound, multipliers)
 
 
+def _of_branch(network: Network, skip: float, scale: float) -> Tight:
+    (bound,), used = searched_branches([network], [skip], [scale])
+    if used is None:
+        return NO_BOUND
+    return Tight(bound, BRANCH, lambda live: _root(branch_square(live, skip, scale, used[0])))
+
+
 def _of_chain(skip: float, scale: float, bound: float, multipliers: Sequence[Tensor]) -> Tight:
-    return Tight(bound, CHAIN, lambda live: chain_square(live, skip, scale, multipliers))
+    return Tight(bound, CHAIN, lambda live: _root(chain_square(live, skip, scale, multipliers)))
+
+
+def _root(square: Tensor) -> Tensor:
+    """Return the square root, whose gradient is 0 at 0."""
+    return square.clamp_min(_TINY).sqrt()
+
+
+def _norm(matrix: Tensor) -> Tensor:
+    """Return the largest singular value, to differentiate."""
+    is_wide = matrix.shape[-2] < matrix.shape[-1]
+    return _root(smooth_largest(matrix @ matrix.mT if is_wide else matrix.mT @ matrix))
 
 
 @on_the_cpu
 def tight_slope(links: Sequence[Link], tight: Tight) -> Tensor | None:
     """Return a bound by multipliers with the gradient of the weights, or None if it has none."""
-    if tight.squared is None:
+    if tight.live is None:
         return None
     network = network_of([link.live() if isinstance(link, Matrix) else link for link in links])
-    return None if network is None else tight.squared(network).sqrt()
+    return None if network is None else tight.live(network)
+
+
+def _one_map(network: Network, skip: float, scale: float) -> Tensor:
+    (weight,) = network.weights
+    matrix = scale * weight
+    return matrix + skip * torch.eye(len(matrix), dtype=matrix.dtype) if skip else matrix
 
 
 def _linear_bound(network: Network, skip: float, scale: float) -> float:
     """Bound a linear map, with a margin for the rounding of ``s I + c W``."""
     (weight,) = network.weights
-    matrix = scale * weight
-    if skip:
-        matrix = matrix + skip * torch.eye(len(matrix), dtype=matrix.dtype)
     lost = 1e-15 * (abs(scale) * float(weight.norm()) + abs(skip) * len(weight) ** 0.5)
-    return float(certified_spectral_norm(matrix)) + lost + abs(scale) * network.excess
+    norm = float(certified_spectral_norm(_one_map(network, skip, scale)))
+    return norm + lost + abs(scale) * network.excess
 
 
 def _is_nearly_isometric(link: Matrix) -> bool:
@@ -109,21 +131,39 @@ def _is_nearly_isometric(link: Matrix) -> bool:
     return link.norm < math.inf and math.sqrt(mean) >= _NEARLY_ISOMETRIC * link.norm
 
 
-def _by_pairs(network: Network) -> float:
+def _by_pairs(network: Network, scale: float) -> Tight:
     """Return the product of the bounds of two linear maps at a time, for wide and deep networks."""
-    total = 1.0
-    weights = list(network.weights)
-    slopes = list(network.slopes)
-    while weights:
-        if len(weights) == 1:
-            total *= float(certified_spectral_norm(weights[0]))
-            break
-        pair = Network(tuple(weights[:2]), tuple(slopes[:1]), 0.0)
-        total *= branch_bound([pair], [0.0], [1.0])[0]
-        if len(slopes) > 1:
-            mid, half = slopes[1]
-            total *= float((mid.abs() + half).max()) * (1 + 1e-15)
-        del weights[:2], slopes[:2]
-
+    parts = [_of_part(part) for part in _pairs(network)]
     # Each factor is an upper bound; their product is rounded once a factor.
-    return total * (1 + 1e-14 * len(network.weights)) + network.excess
+    total = math.prod(part.value for part in parts) * _steepness(network)
+    total = total * (1 + 1e-14 * len(network.weights)) + network.excess
+
+    def live(one: Network) -> Tensor:
+        product = torch.tensor(abs(scale) * _steepness(one), dtype=torch.float64)
+        for part, inside in zip(parts, _pairs(one), strict=True):
+            product = product * (part.value if part.live is None else part.live(inside))
+        return product
+
+    return Tight(abs(scale) * total, f"{BRANCH}, two maps at a time", live)
+
+
+def _pairs(network: Network) -> list[Network]:
+    """Return two linear maps at a time, with the activation between them."""
+    weights = network.weights
+    return [
+        Network(weights[start : start + 2], network.slopes[start : start + 1], 0.0)
+        for start in range(0, len(weights), 2)
+    ]
+
+
+def _of_part(network: Network) -> Tight:
+    if len(network.weights) == 2:
+        return _of_branch(network, 0.0, 1.0)
+    bound = float(certified_spectral_norm(network.weights[0]))
+    return Tight(bound, LINEAR, lambda live: _norm(live.weights[0]))
+
+
+def _steepness(network: Network) -> float:
+    """Bound the product of the slopes of the activations between the pairs."""
+    between = network.slopes[1::2]
+    return math.prod(float((mid.abs() + half).max()) * (1 + 1e-15) for mid, half in between)

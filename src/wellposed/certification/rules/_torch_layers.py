@@ -129,6 +129,8 @@ def affine_bound(
 def _norm_with_gradient(weight: Tensor, *, is_spectral: bool) -> Tensor:
     """Return the norm of a weight by its top singular vectors, or by its largest row."""
     matrix = weight.to(torch.float64)
+    if 0 in matrix.shape:
+        return matrix.sum()
     if not is_spectral:
         return matrix.abs().sum(-1).max()
     with torch.no_grad():
