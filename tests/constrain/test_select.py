@@ -7,10 +7,18 @@ from collections import OrderedDict
 import pytest
 import torch
 from tests.support.constrained import NAMES, Mixed, problem, same_state, train
+from tests.support.many_families import FAMILIES
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from wellposed.constrain import MuonAndAdamW, decay_groups, parameter_groups, select_weights
+import wellposed as wp
+from wellposed.constrain import (
+    MuonAndAdamW,
+    decay_groups,
+    parameter_groups,
+    select_weights,
+    sigma_reparam_,
+)
 from wellposed.errors import ConfigError, RoleNotFoundError
 
 
@@ -185,3 +193,27 @@ def test_groups_by_what_may_decay():
             parameter_groups(owner, decay)
     with pytest.raises(ConfigError, match="no parameter that trains"):
         parameter_groups(owner.requires_grad_(False), 0.1)
+
+
+GROUPED = {
+    "constrain_": (
+        lambda model: wp.constrain_(model, torch.optim.SGD(model.parameters()), where="layers"),
+        "give per='head', or name the whole weight",
+    ),
+    "sigma_reparam_": (sigma_reparam_, r"interleave in these weights; name the whole weight"),
+    "parameter_groups": (lambda model: parameter_groups(model, 0.1, where="layers"), ""),
+    "MuonAndAdamW": (lambda model: MuonAndAdamW(model, where="layers"), ""),
+    "MuonAndAdamW, muon": (lambda model: MuonAndAdamW(model, muon="layers"), ""),
+}
+
+
+@pytest.mark.parametrize("verb", GROUPED)
+def test_rows_of_roles_that_interleave_matter_to_verbs_that_read_rows(verb):
+    """Each is told what it can do itself: only `constrain_` takes heads apart."""
+    call, message = GROUPED[verb]
+    model = FAMILIES["deepseek-v3"]()
+    if not message:
+        call(model)
+        return
+    with pytest.raises(ConfigError, match=f"{verb}: .*{message}"):
+        call(model)

@@ -146,7 +146,7 @@ def chosen_parameters(
     """Return what `constrain_` would choose; nothing without ``where``."""
     if where is None:
         return []
-    slices = select_weights(model, where, batch=batch, verb=verb)
+    slices = select_weights(model, where, batch=batch, verb=verb, parameters_only=True)
     return [part.parameter for part in slices if part.parameter is not None]
 
 
@@ -331,7 +331,9 @@ def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[i
     views = [weight.view for weight in located if weight.role in _HIDDEN]
     by_role = {id(view.parameter): view.transposed for view in views}
     if muon is not None:
-        chosen = select_weights(model, muon, model_roles=model_roles, verb=_MUON)
+        chosen = select_weights(
+            model, muon, model_roles=model_roles, verb=_MUON, parameters_only=True
+        )
         named = [
             (weight_slice.label, weight_slice.parameter, weight_slice.module)
             for weight_slice in chosen

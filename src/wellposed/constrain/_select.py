@@ -69,6 +69,7 @@ def select_weights(
     batch: Any = None,
     model_roles: Roles | WellposedError | None = None,
     verb: Verb = CONSTRAIN,
+    parameters_only: bool = False,
 ) -> list[WeightSlice]:
     """Return the weights that ``where`` matches by name, type or role, in order of the modules.
 
@@ -78,6 +79,7 @@ def select_weights(
     The role ``"layers"`` is every role of attention and feed-forward networks in the model.
     ``model_roles`` are those that `roles_or_error` returned, if a caller needs them too. Errors speak
     in the words of ``verb``.
+    With ``parameters_only`` the caller reads no rows, so roles may interleave.
     """
     if model_roles is None:
         model_roles = roles_or_error(verb, model, batch)
@@ -110,10 +112,11 @@ def select_weights(
         _check_heads(verb, selected, model_roles)
 
     scattered = [part.label for part in selected if part.scattered and id(part) in played]
-    if scattered:
+    if scattered and not parameters_only:
+        by_head = "give per='head', or " if verb is CONSTRAIN else ""
         raise ConfigError(
-            "the rows of roles interleave in these weights; give per='head', or name the whole weight"
-            f" in where=:\n{listed(scattered)}"
+            f"{verb.name}: the rows of roles interleave in these weights; {by_head}name the whole weight in"
+            f" where=:\n{listed(scattered)}"
         )
 
     return selected
