@@ -268,10 +268,10 @@ def test_a_radius_beyond_the_ball_is_said():
     assert bool((local_radius(classifier(), inputs(), steps=4) < inputs().norm(dim=-1).max()).all())
 
 
-@pytest.mark.parametrize("radius", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("radius", [0.0, -1.0, math.nan, math.inf, True, "1"])
 def test_a_radius_that_is_no_size_is_refused(radius):
     with pytest.raises(ConfigError, match="radius"):
         around(feedforward(), radius=radius)
-    if not math.isinf(radius):
+    if radius != math.inf:
         with pytest.raises(ConfigError, match="radius is the largest 2-norm"):
             certify(feedforward(), radius=radius)

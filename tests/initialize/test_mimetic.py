@@ -1,6 +1,7 @@
 """Mimetic initialisation: products of attention weights by hand, by head and group, against their target."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -127,19 +128,28 @@ def tied():
 
 
 REFUSED = {
-    "frozen": (frozen, ConfigError, r"layers\.1\.self_attn\.k_proj"),
-    "tied": (tied, (ConfigError, RoleNotFoundError), "layers.0.attention"),
-    "no attention": (lambda: nn.Linear(4, 4), RoleNotFoundError, "mimetic_"),
+    "frozen": (frozen, ConfigError, r"layers\.1\.self_attn\.k_proj", {}),
+    "tied": (tied, (ConfigError, RoleNotFoundError), "layers.0.attention", {}),
+    "no attention": (lambda: nn.Linear(4, 4), RoleNotFoundError, "mimetic_", {}),
+    **{
+        f"query_key = {pair}": (
+            lambda: nn.TransformerEncoderLayer(8, 2, 16),
+            ConfigError,
+            r"query_key = .*, expected two finite numbers \(a, b\)",
+            {"query_key": pair},
+        )
+        for pair in (0.7, (1.0,), (1.0, 2.0, 3.0), (math.nan, 0.1), "ab", (True, 0.1))
+    },
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_change_nothing(case):
-    build, kind, message = REFUSED[case]
+    build, kind, message, options = REFUSED[case]
     model = build()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with pytest.raises(kind, match=message):
-        mimetic_(model)
+        mimetic_(model, **options)
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])
 

@@ -247,10 +247,11 @@ def checked_context(
 
     if seq_len is not None and min_tokens > seq_len:
         raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
-    if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
+    is_number = isinstance(radius, (int, float)) and not isinstance(radius, bool)
+    if radius is not None and not (is_number and radius > 0):
         raise ConfigError(
-            "certify: radius is the largest 2-norm of an input token, so it must be > 0; received"
-            f" {radius!r}"
+            "certify: radius is the largest 2-norm of an input token, or with around= of a move, so it"
+            f" must be a Python number > 0; received {radius!r}"
         )
 
     module = without_compiler(module)

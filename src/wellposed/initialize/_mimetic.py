@@ -15,6 +15,7 @@ from wellposed.initialize._plan import Step, check_not_sharded, check_writable
 from wellposed.initialize._report import InitializationReport, reported
 from wellposed.interrupts import undoing
 from wellposed.model_checks import require_module
+from wellposed.options import fits
 from wellposed.roles import AttentionRole, Verb, batch_advice, find_roles_for, heads_advice
 
 MIMETIC = Verb("mimetic_", "mimetic_(model, batch=batch)", "")
@@ -53,7 +54,8 @@ def mimetic_(
     Raises:
         RoleNotFoundError: no self-attention with known heads. Nothing is changed.
         ConfigError: one weight for query and key (tied L2 attention), a width of the output that is
-            not that of the values, frozen, parametrised or sharded weights. Nothing is changed.
+            not that of the values, frozen, parametrised or sharded weights, or not two finite
+            numbers. Nothing is changed.
 
     After an exception or a signal the model is as before.
     Cost: a decomposition of d x d for each head, in float64. When not to use: pretrained weights, which
@@ -64,6 +66,7 @@ def mimetic_(
     ['query', 'key', 'value', 'output']
     """
     require_module("mimetic_", model)
+    _check_pairs(query_key=query_key, value_output=value_output)
     roles = find_roles_for(MIMETIC, model, batch)
     check_not_sharded(model)
     attention = [role for role in roles.attention if role.kind == "self"]
@@ -83,6 +86,16 @@ def mimetic_(
         undo.forget()
     title = f"Mimetic initialisation of {type(model).__name__}"
     return reported(InitializationReport(title=title, rows=tuple(rows)))
+
+
+def _check_pairs(**pairs: Any) -> None:
+    for name, pair in pairs.items():
+        is_pair = isinstance(pair, Sequence) and len(pair) == 2
+        if not is_pair or not all(fits(number, float) for number in pair):
+            raise ConfigError(
+                f"mimetic_: {name} = {pair!r}, expected two finite numbers (a, b), of the noise and of"
+                " the identity"
+            )
 
 
 def _check(attention: Sequence[AttentionRole]) -> None:
