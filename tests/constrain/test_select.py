@@ -217,3 +217,12 @@ def test_rows_of_roles_that_interleave_matter_to_verbs_that_read_rows(verb):
         return
     with pytest.raises(ConfigError, match=f"{verb}: .*{message}"):
         call(model)
+
+
+@pytest.mark.parametrize("muon", [nn.Linear, "*", ["0", "1"]])
+def test_matrices_that_layers_compute_are_named_if_muon_was_to_step_them(muon, caplog):
+    owner = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    optimizer = MuonAndAdamW(owner, muon=muon)
+    assert [group["method"] for group in optimizer.param_groups].count("muon") == 1
+    assert "AdamW steps the parameters of these matrices" in caplog.text
+    assert "0.weight" in caplog.text

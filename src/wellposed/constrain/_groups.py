@@ -338,8 +338,15 @@ def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[i
             (weight_slice.label, weight_slice.parameter, weight_slice.module)
             for weight_slice in chosen
         ]
-        _check_matrices((label, p) for label, p, _ in named if p is not None)
-        return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in named}
+        stored = [(label, p, part) for label, p, part in named if p is not None]
+        _check_matrices((label, p) for label, p, _ in stored)
+        if len(stored) < len(named):
+            logger.warning(
+                "MuonAndAdamW: AdamW steps the parameters of these matrices, which their layers compute"
+                " (a parametrisation or a hook): %s",
+                shortened([label for label, p, _ in named if p is None]),
+            )
+        return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in stored}
 
     tables = {id(getattr(part, "weight", None)) for part in model.modules() if is_table(part)}
     tables |= {
