@@ -121,10 +121,15 @@ def _names_defined(statement: ast.stmt) -> set[str]:
 def measurement_digest(source: str, recipe: str, spent: Sequence[Any]) -> str:
     """Return the digest of what was measured: the numbers that a recipe's function reaches in its
     module, without those that only judge, and its sizes ``spent``."""
+    return _digest([_measured_numbers(source, recipe), spent])
+
+
+@lru_cache
+def _measured_numbers(source: str, recipe: str) -> Sequence[float]:
+    """Return the numbers of a module that a recipe's measurement reaches; the page asks for them often."""
     measures = {ast.unparse(statement) for statement in split_module(source).measures}
     reached = _reached(ast.parse(source).body, {recipe})
-    mine = [statement for statement in reached if ast.unparse(statement) in measures]
-    return _digest([_numbers(mine), spent])
+    return _numbers(statement for statement in reached if ast.unparse(statement) in measures)
 
 
 @lru_cache
