@@ -11,6 +11,7 @@ Run: OMP_NUM_THREADS=1 python -m benchmarks.local_bounds --data ag_news/ (minute
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from typing import Any
 
@@ -58,12 +59,13 @@ def _within(moved: Tensor, r: float) -> Tensor:
 
 
 def smallest_break(model: Any, example: Example, low: float) -> float:
-    """Return the smallest radius above ``low`` at which an attack breaks the answer."""
+    """Return the smallest radius above ``low`` at which an attack breaks the answer; infinity if none
+    up to ``_LARGEST`` does."""
     high = low * _FACTOR
     while not is_broken(model, example, high):
         low, high = high, high * _FACTOR
         if high > _LARGEST:
-            return high
+            return math.inf
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if is_broken(model, example, middle) else (middle, high)

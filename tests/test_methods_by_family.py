@@ -4,43 +4,16 @@ Each cell trains three steps, looks at the method's own claim, and saves and loa
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
-import transformers as hf
+from tests.support.four_families import FAMILIES, VOCABULARY
 
 import wellposed as wp
 from wellposed.constrain import MuonAndAdamW, decay_groups, sigma_reparam_
 from wellposed.initialize import mimetic_
 from wellposed.optim import Scion
 
-VOCABULARY = 20
-ENDS = {"bos_token_id": 1, "eos_token_id": 2}
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
-SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 0, **ENDS}
-GPT2: dict[str, Any] = {
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 16,
-    "vocab_size": VOCABULARY,
-    **ENDS,
-}
-GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MIXTRAL = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 3, "head_dim": 8}
-FAMILIES = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
-    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES, **NO_DROPOUT)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**MIXTRAL)),
-}
 # Matrices of attention and feed-forward networks, by hand: of GPT-2 three in one weight, of Mixtral one
 # of gate and one of up in each of three experts.
 MATRICES = {"gpt2": 12, "llama": 14, "bert": 12, "mixtral": 2 * (4 + 9)}

@@ -125,11 +125,12 @@ def measurement_digest(source: str, recipe: str, spent: Sequence[Any]) -> str:
 
 
 @lru_cache
-def _measured_numbers(source: str, recipe: str) -> Sequence[float]:
+def _measured_numbers(source: str, recipe: str) -> tuple[float, ...]:
     """Return the numbers of a module that a recipe's measurement reaches; the page asks for them often."""
     measures = {ast.unparse(statement) for statement in split_module(source).measures}
     reached = _reached(ast.parse(source).body, {recipe})
-    return _numbers(statement for statement in reached if ast.unparse(statement) in measures)
+    mine = [statement for statement in reached if ast.unparse(statement) in measures]
+    return tuple(_numbers(mine))
 
 
 @lru_cache

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-import transformers as hf
+from tests.support.four_families import FAMILIES
 from tests.support.one_mesh import one_mesh
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -13,16 +13,6 @@ from torch.nn.utils import parametrize
 from wellposed.constrain import decay_groups, sigma_reparam_
 from wellposed.errors import ConfigError, RoleNotFoundError
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20}
-SIZES |= {"intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MIXTRAL = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 3, "head_dim": 8}
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20, "n_positions": 16}
-GPT2 |= {"bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-FAMILIES = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, embd_pdrop=0.0)),
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**MIXTRAL)),
-}
 IDS = torch.arange(16).reshape(2, 8)
 
 
@@ -52,7 +42,7 @@ def test_every_matrix_begins_with_its_gain_and_the_direction_it_had(family):
     before = {name: weight.detach().double().clone() for name, weight in model.named_parameters()}
     handle = sigma_reparam_(model, gain=1.5)
     weights = applied(model)
-    assert len(weights) == {"gpt2": 8, "llama": 14, "mixtral": 12}[family]
+    assert len(weights) == {"gpt2": 8, "llama": 14, "bert": 12, "mixtral": 12}[family]
     for name, weight in weights.items():
         pairs = zip(
             blocks_of(name, before[name], family), blocks_of(name, weight, family), strict=True

@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-import transformers as hf
+from tests.support.four_families import FAMILIES
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import wellposed as wp
 from wellposed.constrain import sigma_reparam_
-
-ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 20}
-SIZES |= {"intermediate_size": 24, **ENDS}
-GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 16, "vocab_size": 20, **ENDS}
-MIXTRAL = {"num_key_value_heads": 2, "num_local_experts": 3, "head_dim": 4}
-FAMILIES = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, **MIXTRAL)),
-}
 
 
 class ByTheTranspose(nn.Module):
