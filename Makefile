@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-library test-lab test-studies test-all test-whole check installs mutants clean
+.PHONY: demo test test-library test-lab test-studies test-all test-whole check check-types check-lines installs mutants clean
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
@@ -51,14 +51,20 @@ test-all: $(VENV)/.installed-develop
 test-whole: $(VENV)/.installed-develop
 	WELLPOSED_WHOLE_TABLES=1 $(PYTEST) $(LIBRARY) $(LAB) $(STUDIES)
 
+# Two at a time: pyright alone takes as long as the others.
 check: $(VENV)/.installed-develop
+	$(MAKE) --no-print-directory --jobs=2 check-types check-lines
+	$(PYTEST) src lab/wellposed_lab studies/wellposed_studies
+
+check-types: $(VENV)/.installed-develop
+	$(BIN)/pyright
+
+check-lines: $(VENV)/.installed-develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py
 	$(BIN)/python tools/prose.py
-	$(PYTEST) src lab/wellposed_lab studies/wellposed_studies
 	$(BIN)/zensical build --clean --strict
 
 # Not in CI: gigabytes, or half an hour.

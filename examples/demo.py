@@ -25,7 +25,7 @@ DEPTH = ("post_ln", "pre_ln", "rezero", "t_fixup")
 SEEDS = 3
 DEEP = (
     f"compare char_lm --variants {','.join(DEPTH)} --seeds {SEEDS} --jobs 2 --steps 100"
-    " --batch-size 16 --seq-len 64 --limit-chars 200000 --learning-rate 2e-3 --eval-every 50"
+    " --batch-size 8 --seq-len 32 --limit-chars 100000 --learning-rate 2e-3 --eval-every 50"
     " --eval-batches 10 --checkpoint-every 100 --log-every 10 --model.num-hidden-layers 24"
     " --model.hidden-size 64 --resume auto"
 )
@@ -44,7 +44,7 @@ CERTIFIED, ATTACKED = 2, 3
 
 
 class Commands:
-    """Runs commands one after the other with one progress bar; their output goes to a file."""
+    """Runs commands with one progress bar, those of one call side by side; output goes to a file."""
 
     def __init__(self, out: Path, steps: int) -> None:
         self.out, self.steps, self.began = out, steps, time.perf_counter()
@@ -53,30 +53,34 @@ class Commands:
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), transient=True)
         self.task = self.bar.add_task("", total=steps)
 
-    def run(self, words: str, label: str, steps: int = 1) -> str:
-        """Run one command, which is so many ``steps`` of the bar, and return its output.
+    def run(self, label: str, *commands: str, steps: int = 1) -> list[str]:
+        """Run commands side by side, which are so many ``steps`` of the bar; return their outputs.
 
         Raises:
-            SystemExit: the command failed; the message has the last lines of its output.
+            SystemExit: a command failed; the message has the last lines of its output.
         """
         before = self.bar.tasks[0].completed
-        printed = self.out / "printed.txt"
-        with printed.open("w") as file:
-            command = [sys.executable, "-m", "wellposed", *shlex.split(words)]
-            running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-            while running.poll() is None:
-                trained = len(list(self.out.glob("deep/*/seed-*/result.json")))
-                self._show(label, max(before, min(before + steps, trained)))
-                time.sleep(0.5)
-        text = printed.read_text(encoding="utf-8", errors="replace")
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(f"$ wellposed {words}\n{text}\n")
-        if running.returncode:
-            self.bar.stop()
-            tail = "\n".join(text.splitlines()[-LAST_LINES:])
-            raise SystemExit(f"{tail}\nfailed: wellposed {words}\nall of it: {self.log}")
+        files = [self.out / f"printed-{number}.txt" for number in range(len(commands))]
+        running = [_start(words, file) for words, file in zip(commands, files, strict=True)]
+        while any(process.poll() is None for process in running):
+            trained = len(list(self.out.glob("deep/*/seed-*/result.json")))
+            self._show(label, max(before, min(before + steps, trained)))
+            time.sleep(0.5)
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+        for file in files:
+            file.unlink()
+        with self.log.open("a", encoding="utf-8") as log:
+            log.writelines(
+                f"$ wellposed {words}\n{text}\n"
+                for words, text in zip(commands, texts, strict=True)
+            )
+        for words, text, process in zip(commands, texts, running, strict=True):
+            if process.returncode:
+                self.bar.stop()
+                tail = "\n".join(text.splitlines()[-LAST_LINES:])
+                raise SystemExit(f"{tail}\nfailed: wellposed {words}\nall of it: {self.log}")
         self._show(label, before + steps)
-        return text
+        return texts
 
     def _show(self, label: str, completed: float) -> None:
         spent = time.perf_counter() - self.began
@@ -84,6 +88,12 @@ class Commands:
         number = min(int(completed) + 1, self.steps)
         description = f"{number} of {self.steps}{left}: {label}"
         self.bar.update(self.task, completed=completed, description=description)
+
+
+def _start(words: str, printed: Path) -> subprocess.Popen[bytes]:
+    with printed.open("w") as file:
+        command = [sys.executable, "-m", "wellposed", *shlex.split(words)]
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
 
 def measured(out: Path, variant: str) -> str:
@@ -119,26 +129,26 @@ def main() -> int:
     # Models this small gain nothing from a second thread; two runs train at the same time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     runs = len(DEPTH) * SEEDS
-    commands = Commands(out, steps=runs + 9)
+    commands = Commands(out, steps=runs + 4)
     print(
         "Four kinds of Transformer, 24 layers deep, learn English; then two classifiers of sentences"
-        " are attacked\nby replaced words. About four minutes on two cores; nothing is downloaded."
+        " are attacked\nby replaced words. Two to five minutes on two cores; nothing is downloaded."
     )
     with commands.bar:
-        commands.run(f"{DEEP} --out {out / 'deep'}", "24 layers, 4 kinds, 3 seeds", runs)
-        written = {
-            kind: commands.run(f"predict {out / 'deep' / kind / 'seed-0'} {WRITE}", "writing", 0)
-            for kind in DEPTH
-        }
-        for name, words in CLASSIFIERS.items():
-            commands.run(f"{SENTENCES} {words} --out {out / name}", f"a classifier, {name}", 2)
+        commands.run("24 layers, 4 kinds, 3 seeds", f"{DEEP} --out {out / 'deep'}", steps=runs)
+        predictions = [f"predict {out / 'deep' / kind / 'seed-0'} {WRITE}" for kind in DEPTH]
+        written = dict(zip(DEPTH, commands.run("writing", *predictions), strict=True))
+        trainings = [
+            f"{SENTENCES} {words} --out {out / name}" for name, words in CLASSIFIERS.items()
+        ]
+        commands.run("two classifiers", *trainings)
         ask = f"--words 1,2,3 --examples 100 --text '{TEXT}'"
-        certified = {
-            name: commands.run(f"certify {out / name} {ask}", "words are replaced", 2)
-            for name in CLASSIFIERS
-        }
+        attacks = [f"certify {out / name} {ask}" for name in CLASSIFIERS]
+        certified = dict(
+            zip(CLASSIFIERS, commands.run("words are replaced", *attacks), strict=True)
+        )
         folders = " ".join(str(out / name) for name in ("deep", *CLASSIFIERS))
-        commands.run(f"report {folders} --out {out / 'report.html'}", "the report", 1)
+        commands.run("the report", f"report {folders} --out {out / 'report.html'}")
     print("\n24 layers, no warm-up: nats per character (lower is better), and what each writes")
     for kind in DEPTH:
         print(f"  {kind:8} {measured(out, kind)}  {written[kind].strip()!r}")

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch"])  # once for all blocks; each is a process of its own
+# Once for all blocks; each is a process of its own.
+PROCESSES.set_forkserver_preload(["torch", "transformers.trainer", "accelerate"])
 # The blocks of contributing.md are files of a tree, in which test_contributing.py runs them.
 BLOCKS = [
     (page, number, code)

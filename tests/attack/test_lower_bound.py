@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -276,3 +277,33 @@ def test_the_ascent_goes_on_where_a_coordinate_has_no_gradient():
     options = {"norm": 2, "restarts": 1, "start": start, "radius": 100.0}
     attack = lipschitz_lower_bound(KinkedSlope(), (1, 2), steps=50, **options)
     assert 2.0 < attack.value <= 100.0
+
+
+class Scaled(nn.Module):
+    """A layer of others, whose ``frozen`` means something else."""
+
+    def forward(self, x):
+        return 2 * x
+
+    def frozen(self):
+        raise AssertionError("it was called")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_contractive_layer_is_bounded_once_for_all_its_calls(monkeypatch, dtype):
+    bounded = []
+    divisor = L2SelfAttention._divisor
+    monkeypatch.setattr(
+        L2SelfAttention, "_divisor", lambda *args: bounded.append(1) or divisor(*args)
+    )
+    module = nn.Sequential(L2SelfAttention(4, 2, contractive=0.9), Scaled()).eval()
+    options = {"restarts": 3, "steps": 4, "dtype": dtype}
+    once = lipschitz_lower_bound(module, (3, 4), **options)
+    # At most the check that it runs, the ascent, and the slopes in its own dtype.
+    assert len(bounded) <= 4
+    monkeypatch.setattr("wellposed.attack._lower_bound._frozen", lambda _: nullcontext())
+    bounded.clear()
+    again = lipschitz_lower_bound(module, (3, 4), **options)
+    assert len(bounded) > 4
+    assert torch.equal(again.input, once.input)
+    assert again.value == once.value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from wellposed.errors import (
 from wellposed.hooks import copied, eager_calls, same_draws
 from wellposed.linalg import TokenNorm, check_token_norm
 from wellposed.model_checks import require_module
+from wellposed.nn import frozen
 from wellposed.torch_modes import in_ordinary_modes
 
 
@@ -176,11 +178,12 @@ def lipschitz_lower_bound(
         steepest = steepest.better(Found.detached(x, direction, stretch))
         return reached
 
-    # Compiled code has no second derivative.
+    # Compiled code has no second derivative. Weights stay as they are, so contractive layers bound them once.
     with (
         sdpa_kernel(SDPBackend.MATH),
         torch.enable_grad(),
         eager_calls(),
+        _frozen(target),
     ):
         completes = _completes(lambda: ascend([unit, log_scale], score, steps, learning_rate))
     by_jacobian = completes and dtype is not None
@@ -188,12 +191,17 @@ def lipschitz_lower_bound(
     if dtype is None and isinstance(module, nn.Module):
         attacked = copied(module).eval().requires_grad_(False)
     meter = SlopeMeter(Call(attacked, kwargs), norm, native, radius)
-    if by_jacobian:
-        with sdpa_kernel(SDPBackend.MATH):
-            pairs = meter.along(steepest.x, steepest.other)
-    else:
-        pairs = meter.ascend(meter.search(begin, random, steepest), steps, learning_rate)
+    with _frozen(attacked):
+        if by_jacobian:
+            with sdpa_kernel(SDPBackend.MATH):
+                pairs = meter.along(steepest.x, steepest.other)
+        else:
+            pairs = meter.ascend(meter.search(begin, random, steepest), steps, learning_rate)
     return _report(steepest, pairs, native, norm, steps, by_jacobian=by_jacobian)
+
+
+def _frozen(target: Any) -> AbstractContextManager[None]:
+    return frozen(target) if isinstance(target, nn.Module) else nullcontext()
 
 
 def _report(

@@ -39,8 +39,8 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def cost_over_plain(training: Training, data: Data) -> StepCost:
-    """Return the cost of a step of the method beyond that of AdamW on the same kind of model.
+def cost_over_plain(training: Training, data: Data, plain: StepCost) -> StepCost:
+    """Return the cost of a step of the method beyond ``plain``, that of AdamW on the same kind of model.
 
     Status: counted on a CPU, along the path of a GPU: optimizers step lists of tensors, and constraints
     step stacks of matrices. torch's Muon steps one matrix after the other. An operation on a list
@@ -48,12 +48,16 @@ def cost_over_plain(training: Training, data: Data) -> StepCost:
     count depends on the step.
     """
     full = step_cost(training, data)
-    plain = step_cost(replace(training, method=BASELINES[0]), data)
     return StepCost(
         launches=full.launches - plain.launches,
         peak_bytes=full.peak_bytes - plain.peak_bytes,
         kept_bytes=full.kept_bytes - plain.kept_bytes,
     )
+
+
+def plain_cost(training: Training, data: Data) -> StepCost:
+    """Return the cost of a step of AdamW on the model of a training."""
+    return step_cost(replace(training, method=BASELINES[0]), data)
 
 
 def step_cost(training: Training, data: Data) -> StepCost:

@@ -24,7 +24,7 @@ from wellposed_studies.frontier.method_data import (
     Training,
     read_text,
 )
-from wellposed_studies.frontier.method_launches import cost_over_plain
+from wellposed_studies.frontier.method_launches import StepCost, cost_over_plain, plain_cost
 from wellposed_studies.frontier.method_runs import train
 from wellposed_studies.frontier.method_store import Result, Store
 from wellposed_studies.frontier.training_methods import BASELINES, METHODS
@@ -166,9 +166,14 @@ def table_of_methods(
         baseline = min((item for item in judged if item.method in BASELINES), key=_mean)
         rivals = [item for item in judged if item.method not in BASELINES]
         holds = judged_by(compared(rivals, baseline))
+    plain = {
+        kind: plain_cost(training_of(sizes, kind, BASELINES[0]), data)
+        for kind in dict.fromkeys(item.kind for item in tried)
+    }
+    trained = [training_of(sizes, item.kind, item.method, item.rate) for item in tried]
     rows = [
-        _row(item, cost_columns(training_of(sizes, item.kind, item.method, item.rate), data))
-        for item in tried
+        _row(item, cost_columns(training, data, plain[item.kind]))
+        for item, training in zip(tried, trained, strict=True)
     ]
     return Reproduction(
         rows,
@@ -366,9 +371,9 @@ def _mean(item: Tried) -> float:
     return fmean(item.losses)
 
 
-def cost_columns(training: Training, data: Data) -> Row:
+def cost_columns(training: Training, data: Data, plain: StepCost) -> Row:
     """Return the cost of a step over that of AdamW: CPU time, launches, memory."""
-    cost = cost_over_plain(training, data)
+    cost = cost_over_plain(training, data, plain)
     return {
         "cpu_ratio": cpu_ratio(training, data),
         "launches": cost.launches,

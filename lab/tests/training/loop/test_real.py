@@ -11,6 +11,7 @@ from lab.tests.support.runs import flip, stop_at
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.model_options import ModelOptions
+from wellposed.nn import L2SelfAttention
 from wellposed_lab.report.page import build_report
 from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.training.config import PenaltyOptions, RunConfig, TrainOptions
@@ -156,3 +157,20 @@ def test_missing_data_leaves_no_folder(tmp_path):
     with pytest.raises(DataError, match=r"nowhere\.txt"):
         train(config, tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_bounds_a_contractive_layer_once(text, tmp_path, monkeypatch):
+    bounded = []
+    divisor = L2SelfAttention._divisor
+    monkeypatch.setattr(
+        L2SelfAttention, "_divisor", lambda *args: bounded.append(1) or divisor(*args)
+    )
+    model = replace(SMALL, num_hidden_layers=1, attention="l2_contractive", dropout=0.0)
+    counts = []
+    for batches in (1, 8):
+        options = replace(SHORT, steps=1, eval_every=1, eval_batches=batches)
+        config = replace(language_model(text), model=model, train=options)
+        assert train(config, tmp_path / str(batches), progress=False).status == "success"
+        counts.append(len(bounded))
+        bounded.clear()
+    assert counts[0] == counts[1]

@@ -20,6 +20,7 @@ from wellposed.hooks import evaluating
 from wellposed.linalg import Norm
 from wellposed.measurement import write_csv
 from wellposed.models import input_vectors
+from wellposed.nn import frozen
 from wellposed.options import Size
 
 Batch = Mapping[str, Tensor]
@@ -154,7 +155,8 @@ def certified_accuracy(
     sizes = default_radii(certified) if radii is None else [size * unit for size in radii]
     attack = {"norm": certificate.norm, "steps": attack_steps, "restarts": restarts}
     attack |= {"generator": torch.Generator().manual_seed(seed)}
-    breaks = [_smallest_breaks(target, batch, sizes, **attack) for batch in embedded]
+    with frozen(target):
+        breaks = [_smallest_breaks(target, batch, sizes, **attack) for batch in embedded]
     counted = torch.cat([batch.is_counted.flatten() for batch in embedded])
     broken_at = torch.cat([sizes_of_batch.flatten() for sizes_of_batch in breaks])[counted]
     correct = torch.cat([batch.correct.flatten() for batch in embedded])[counted]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from wellposed.errors import DataError
+from wellposed.nn import frozen
 from wellposed_lab.training.folder.state import Evaluation
 from wellposed_lab.training.loop import batches
 from wellposed_lab.training.loop import step as steps
@@ -54,20 +55,21 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     prepared.eval()
 
     try:
-        for number, members in enumerate(mine):
-            if run.stop_requested():
-                raise Cancelled
-            batch = run.task.collate([dataset[member] for member in members])
-            batch = batches.to_device(batch, accelerator.device)
-            with own_draws(run.options.seed + number):
-                sums = _batch_sums(run, batch)
-            if number * world + rank >= len(order):
-                sums = dict.fromkeys(sums, (0.0, 0.0))
-            if not bad and not math.isfinite(sums["loss"][0]):
-                bad = [batch]
-            for name, (value, count) in sums.items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = before[0] + value, before[1] + count
+        with frozen(run.parts.model):  # contractive layers bound their weights once
+            for number, members in enumerate(mine):
+                if run.stop_requested():
+                    raise Cancelled
+                batch = run.task.collate([dataset[member] for member in members])
+                batch = batches.to_device(batch, accelerator.device)
+                with own_draws(run.options.seed + number):
+                    sums = _batch_sums(run, batch)
+                if number * world + rank >= len(order):
+                    sums = dict.fromkeys(sums, (0.0, 0.0))
+                if not bad and not math.isfinite(sums["loss"][0]):
+                    bad = [batch]
+                for name, (value, count) in sums.items():
+                    before = totals.get(name, (0.0, 0.0))
+                    totals[name] = before[0] + value, before[1] + count
     finally:
         prepared.train(was_training)
 
@@ -119,7 +121,7 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
             raise Cancelled
 
     size = min(GENERATE_BATCH, run.options.batch_size)
-    with own_draws(run.options.seed):
+    with own_draws(run.options.seed), frozen(run.parts.model):
         scores = run.task.generate_metrics(run.parts.model, split, batch_size=size, notify=notify)
     return {name: float(value) for name, value in scores.items()}
 

@@ -287,11 +287,12 @@ def _vectors(x: Tensor, probes: int | None, seed: int) -> Tensor:
 def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> Iterator[None]:
     """Promise that no weight changes inside, so that layers normalise by their weights only once.
 
-    ``known`` maps ids of such layers to values that their ``frozen`` takes.
+    ``arguments_of`` maps ids of such layers to values that their ``frozen`` takes.
     """
     with ExitStack() as stack:
         for part in module.modules():
-            freeze = getattr(part, "frozen", None)
+            # A module of others may mean something else by this name.
+            freeze = getattr(part, "frozen", None) if isinstance(part, CheckedModule) else None
             if callable(freeze):
                 arguments = (
                     [arguments_of[id(part)]] if arguments_of and id(part) in arguments_of else []
