@@ -293,9 +293,9 @@ GOOD = inputs().float()
 BAD = {
     "no radius": ({"radius": None}, ConfigError, "needs radius="),
     "infinite radius": ({"radius": math.inf}, ConfigError, "finite 2-norm"),
-    "negative radius": ({"radius": -1.0}, ConfigError, "must be > 0"),
-    "zero radius": ({"radius": 0.0}, ConfigError, "must be > 0"),
-    "NaN radius": ({"radius": math.nan}, ConfigError, "must be > 0"),
+    "negative radius": ({"radius": -1.0}, ConfigError, "must be a Python number > 0"),
+    "zero radius": ({"radius": 0.0}, ConfigError, "must be a Python number > 0"),
+    "NaN radius": ({"radius": math.nan}, ConfigError, "must be a Python number > 0"),
     "norm 2": ({"norm": 2}, ConfigError, "in norm 'tok' only"),
     "norm sum": ({"norm": "sum"}, ConfigError, "in norm 'tok' only"),
     "ids": ({"around": torch.ones(2, TOKENS, dtype=torch.long)}, ConfigError, "input_vectors"),
