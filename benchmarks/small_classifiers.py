@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from accelerate.utils import set_seed
 from torch import Tensor
 
@@ -38,21 +40,32 @@ def texts_of(data: str) -> Task:
     return build_task("text_classification", {"data": data, "max_length": TOKENS})
 
 
-def trained(variant: str, seed: int, task: Task, *, steps: int) -> Any:
+def trained(
+    variant: str,
+    seed: int,
+    task: Task,
+    *,
+    steps: int,
+    penalty: Callable[[Any], Tensor] | None = None,
+    **options_of_train: Any,
+) -> Any:
     """Return a model of one block of width 32 after some steps of 32 texts, by the loop of
-    `wellposed train` with its default schedule."""
+    `wellposed train` with its default schedule; ``penalty(model)`` is added to the loss."""
     sizes = ModelOptions(hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=1)
-    options = TrainOptions(steps=steps, batch_size=32, seed=seed, device="cpu")
+    options = TrainOptions(steps=steps, batch_size=32, seed=seed, device="cpu", **options_of_train)
     base = RunConfig("text_classification", model=sizes, train=options)
     config = apply_variant(variant, base)
     options = config.train
     set_seed(seed)
     parts = Parts(config, task, build_run_model(config, task), build_accelerator(options))
     batches = MicroBatches(task, options.batch_size, seed)
+    added = None if penalty is None else lambda: penalty(parts.model)
     with closing(parts):
         for step in range(1, steps + 1):
             set_learning_rate(parts.optimizer, learning_rate(step, options, WIDTH))
-            compute_gradients(parts.accelerator, parts.prepared, task, batches.take(1), options)
+            compute_gradients(
+                parts.accelerator, parts.prepared, task, batches.take(1), options, penalty=added
+            )
             parts.optimizer.step()
             parts.optimizer.zero_grad(set_to_none=True)
     return parts.model.double().eval().requires_grad_(False)
@@ -66,3 +79,15 @@ def examples_of(model: Any, task: Task, count: int) -> list[Example]:
         tokens = row["input_ids"][:, : int(row["attention_mask"].sum())]
         examples.append(Example(input_vectors(model, tokens).double(), row["labels"]))
     return examples
+
+
+@torch.no_grad()
+def accuracy(model: Any, task: Task) -> float:
+    """Return the share of right answers on *test*."""
+    dataset = task.dataset("test")
+    right = 0
+    for start in range(0, len(dataset), 100):
+        rows = task.collate([dataset[n] for n in range(start, min(start + 100, len(dataset)))])
+        labels = rows.pop("labels")
+        right += int((model(**rows).logits.argmax(-1) == labels).sum())
+    return right / len(dataset)

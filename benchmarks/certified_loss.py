@@ -1,0 +1,147 @@
+"""Variant `lipschitz` with the certified bound as a loss: is it better at equal clean accuracy?
+
+`weight * log(certified_bound(model))` is added to the loss every fifth step, five times as strong.
+For each weight: accuracy on *test*, the certified bound, certified accuracy at 0.1 of a token and
+the median certified radius of right answers, mean and standard error over seeds, at equal rates,
+steps and batches. `--margin-radius` of `wellposed train` trades accuracy against radius too, so it
+is beside it. Below each table: paired t-tests over seeds against weight 0 of the same budget,
+Holm-corrected. A weight is better if certified accuracy is, and accuracy is not lower by more than
+0.005. Prints the tables of docs/howto/classifier.md.
+
+Run: OMP_NUM_THREADS=1 python -m benchmarks.certified_loss --data ag_news/ (15 minutes on one core)
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.small_classifiers import TOKENS, accuracy, examples_of, texts_of, trained
+from wellposed.certification import certified_bound, certify
+from wellposed_lab.statistics import holm_correction, paired_comparison
+
+WEIGHTS = (0.0, 0.1, 0.3, 1.0)
+MARGINS = (0.02, 0.05)
+SEEDS = 3
+SHARE = 0.1
+EVERY = 5
+MOST_LOST = 0.005
+COLUMNS = ("model", "accuracy", "bound", f"certified at {SHARE} of a token", "median radius")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Numbers of one model; ``radius`` is in units of the median token."""
+
+    accuracy: float
+    bound: float
+    certified: float
+    radius: float
+
+
+def loss_of(weight: float) -> Callable[[Any], Tensor] | None:
+    """Return the term of the loss by steps, or None for weight 0."""
+    count = 0
+
+    def term(model: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        if count % EVERY:
+            return torch.zeros(())
+        model.eval()
+        bound = certified_bound(model, seq_len=TOKENS)
+        model.train()
+        return (EVERY * weight * bound.log()).float()
+
+    return term if weight else None
+
+
+def measured(model: Any, task: Any, count: int) -> Trained:
+    """Return the numbers of a model; radii are those of the first ``count`` texts of *test*."""
+    certificate = certify(model, seq_len=TOKENS, cross_check=False)
+    examples = examples_of(model, task, count)
+    token = statistics.median(
+        size for example in examples for size in example.tokens.norm(dim=-1).flatten().tolist()
+    )
+    radii: list[float] = []
+    for example in examples:
+        with torch.no_grad():
+            logits = model(inputs_embeds=example.tokens).logits
+        if int(logits.argmax()) == int(example.label):
+            radii.append(float(certificate.radius(logits, example.label)) / token)
+    certified = sum(radius > SHARE for radius in radii) / count
+    on_test = accuracy(model, task)
+    return Trained(on_test, certificate.total, certified, statistics.median(radii))
+
+
+def row(name: str, models: list[Trained]) -> str:
+    cells = []
+    for column in zip(*(vars(model).values() for model in models), strict=True):
+        error = statistics.stdev(column) / math.sqrt(len(column)) if len(column) > 1 else 0.0
+        cells.append(f"{statistics.mean(column):.3f} ± {error:.3f}")
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def verdicts(by_name: dict[str, list[Trained]]) -> list[str]:
+    """Return a line for every model of a budget against the first."""
+    (_, plain), *others = by_name.items()
+    tests = holm_correction(
+        [
+            paired_comparison([m.certified for m in models], [m.certified for m in plain])
+            for _, models in others
+        ]
+    )
+    lines = []
+    for (name, models), test in zip(others, tests, strict=True):
+        lost = statistics.mean(m.accuracy for m in plain) - statistics.mean(
+            m.accuracy for m in models
+        )
+        accuracy_kept = "kept" if lost <= MOST_LOST else "not kept"
+        lines.append(
+            f"{name}: certified accuracy {test.verdict}; accuracy {accuracy_kept} ({-lost:+.4f})"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", required=True, help="a folder of texts, such as AG News")
+    parser.add_argument("--variants", default="lipschitz,lipschitz:4")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--examples", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    task = texts_of(arguments.data)
+    for variant in arguments.variants.split(","):
+        terms: dict[str, tuple[float, dict[str, float]]] = {
+            f"{variant}, weight {weight:g}": (weight, {}) for weight in WEIGHTS
+        }
+        terms |= {
+            f"{variant}, margin radius {margin:g}": (0.0, {"margin_radius": margin})
+            for margin in MARGINS
+        }
+        print(f"\n| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+        by_name: dict[str, list[Trained]] = {}
+        for name, (weight, options) in terms.items():
+            by_name[name] = []
+            for seed in range(arguments.seeds):
+                keywords = {"steps": arguments.steps, "penalty": loss_of(weight), **options}
+                model = trained(variant, seed, task, **keywords)
+                by_name[name].append(measured(model, task, arguments.examples))
+            print(row(name, by_name[name]), flush=True)
+        if arguments.seeds > 1:
+            print("", *verdicts(by_name), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
