@@ -38,8 +38,8 @@ def shared_data():
 @pytest.fixture
 def mesh():
     """Return a device mesh of this process alone."""
-    with one_mesh() as found:
-        yield found
+    with one_mesh() as single:
+        yield single
 
 
 @pytest.fixture(autouse=True)

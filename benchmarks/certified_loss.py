@@ -1,9 +1,9 @@
 """Variant `lipschitz` with the certified bound as a loss: is it better at equal clean accuracy?
 
 `weight * log(certified_bound(model))` is added to the loss every fifth step, five times as strong.
-For each weight: accuracy on *test*, the certified bound, certified accuracy at 0.1 of a token and
-the median certified radius of right answers, mean and standard error over seeds, at equal rates,
-steps and batches. `--margin-radius` of `wellposed train` trades accuracy against radius too, so it
+For each weight: accuracy on *test*, the certified bound, certified accuracy at 0.1 of a token, and
+the median certified radius of right answers. They are means and standard errors over seeds, at equal
+rates, steps and batches. `--margin-radius` of `wellposed train` trades accuracy against radius too, so it
 is beside it. Below each table: paired t-tests over seeds against weight 0 of the same budget,
 Holm-corrected. A weight is better if certified accuracy is, and accuracy is not lower by more than
 0.005. Prints the tables of docs/howto/classifier.md.
@@ -13,7 +13,6 @@ Run: OMP_NUM_THREADS=1 python -m benchmarks.certified_loss --data ag_news/ (15 m
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable
@@ -23,13 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.small_classifiers import TOKENS, accuracy, examples_of, texts_of, trained
+from benchmarks.small_classifiers import (
+    TOKENS,
+    accuracy,
+    arguments_of,
+    examples_of,
+    texts_of,
+    trained,
+)
 from wellposed.certification import certified_bound, certify
 from wellposed_lab.statistics import holm_correction, paired_comparison
 
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 MARGINS = (0.02, 0.05)
-SEEDS = 3
 SHARE = 0.1
 EVERY = 5
 MOST_LOST = 0.005
@@ -111,15 +116,7 @@ def verdicts(by_name: dict[str, list[Trained]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", required=True, help="a folder of texts, such as AG News")
-    parser.add_argument("--variants", default="lipschitz,lipschitz:4")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--examples", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=300)
-    arguments = parser.parse_args()
+    arguments = arguments_of(__doc__, variants="lipschitz,lipschitz:4", examples=256, steps=300)
     torch.set_num_threads(1)
     task = texts_of(arguments.data)
     for variant in arguments.variants.split(","):

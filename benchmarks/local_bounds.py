@@ -10,7 +10,6 @@ Run: OMP_NUM_THREADS=1 python -m benchmarks.local_bounds --data ag_news/ (minute
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from typing import Any
@@ -18,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.small_classifiers import TOKENS, Example, examples_of, texts_of, trained
+from benchmarks.small_classifiers import (
+    TOKENS,
+    Example,
+    arguments_of,
+    examples_of,
+    texts_of,
+    trained,
+)
 from wellposed.certification import local_radius
 from wellposed_lab.training.certified.run import best_certificate
 
-SEEDS = 3
 _STEPS = 40
 _RESTARTS = 3
 _FACTOR = 2.0
@@ -113,15 +118,7 @@ def table_row(name: str, model: Any, examples: list[Example]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", required=True, help="a folder of texts, such as AG News")
-    parser.add_argument("--variants", default="lipschitz,pre_ln,post_ln")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--examples", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=150)
-    arguments = parser.parse_args()
+    arguments = arguments_of(__doc__, variants="lipschitz,pre_ln,post_ln", examples=30, steps=150)
     torch.set_num_threads(1)
     task = texts_of(arguments.data)
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)

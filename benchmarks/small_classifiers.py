@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from wellposed_lab.training.loop.run import Parts
 from wellposed_lab.training.loop.schedules import learning_rate
 from wellposed_lab.training.loop.step import compute_gradients
 
+SEEDS = 3
 TOKENS = 48
 WIDTH = 32
 
@@ -34,6 +36,21 @@ class Example:
     tokens: Tensor
     """(1, tokens, width), float64."""
     label: Tensor
+
+
+def arguments_of(
+    description: str | None, *, variants: str, examples: int, steps: int
+) -> argparse.Namespace:
+    """Read the options of a benchmark of such classifiers, with its own defaults."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", required=True, help="a folder of texts, such as AG News")
+    parser.add_argument("--variants", default=variants)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--examples", type=int, default=examples)
+    parser.add_argument("--steps", type=int, default=steps)
+    return parser.parse_args()
 
 
 def texts_of(data: str) -> Task:

@@ -1,4 +1,4 @@
-"""The quickstart notebook runs from top to bottom, and prints what it shows."""
+"""The quickstart notebook runs from top to bottom in few steps, and prints what it shows."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tools.notebook import code_cells, run_cell, run_notebook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "quickstart.ipynb"
 CELLS = code_cells(json.loads(NOTEBOOK.read_text("utf-8")))
@@ -43,9 +44,15 @@ def test_the_notebook_has_its_parts_and_its_outputs():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*non-interactive.*:UserWarning")
-def test_the_notebook_runs_and_prints_what_it_shows(monkeypatch):
+def test_the_notebook_runs_in_few_steps_and_prints_what_it_shows(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
-    printed = run_notebook(NOTEBOOK)
+    steps = []
+    counting = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    try:
+        printed = run_notebook(NOTEBOOK)
+    finally:
+        counting.remove()
+    assert len(steps) <= 1300, "half a minute of two cores"
     for cell, text in zip(CELLS, printed, strict=True):
         stored = "".join(line for output in cell["outputs"] for line in output["text"])
         assert shape(text)[:1] == shape(stored)[:1]

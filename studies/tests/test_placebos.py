@@ -20,8 +20,7 @@ from wellposed_lab.training.loop.train import train
 from wellposed_studies import study
 from wellposed_studies.frontier import methods
 from wellposed_studies.kim2021 import inverses
-from wellposed_studies.recipe import RECIPES, SIZES, Request
-from wellposed_studies.study import FACTORS
+from wellposed_studies.recipe import RECIPES, Request
 
 pytestmark = pytest.mark.slow
 TRAINED = [name for name in RECIPES if RECIPES.get(name).power is not None]
@@ -102,18 +101,6 @@ class AlteredData:
 def _without_costs(monkeypatch):
     """The cost of a step is no part of a verdict."""
     monkeypatch.setattr(methods, "cost_columns", lambda *_: {})
-
-
-@pytest.fixture(autouse=True)
-def _one_rate(monkeypatch):
-    """The search for a rate is run by test_toy.py; models that learn nothing have no best one."""
-    for scales in SIZES.values():
-        toy = scales["toy"]
-        rates = toy.get("rates", ())
-        if len(rates) > 1 and not isinstance(rates, dict):
-            monkeypatch.setitem(toy, "rates", rates[1:2])
-        elif toy.get("factors", FACTORS) and not rates:
-            monkeypatch.setitem(toy, "factors", [1.0])
 
 
 def placebo_of_methods(name):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tests.support.sample import MAX_TOKENS, output_of
 from tests.support.samples import SAMPLES
-from tests.support.tables import WHOLE
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -315,22 +314,11 @@ def _differs(sample, ways):
                     assert _right_or_refused(module, sample, f"{name} of {path!r}") is not None
 
 
-def _in_turns():
-    """Return rows in which every way meets every class: the two samples of a class take turns."""
-    ways = list(WAYS_OF_A_PART)
-    rows = []
-    for samples in SAMPLES.values():
-        ends = [case for case in ENDS if case.values[0] in samples]
-        for number, end in enumerate(ends):
-            taken = ways if WHOLE else ways[number :: len(ends)]
-            rows.append(pytest.param(end.values[0], taken, id=end.id))
-    return rows
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("sample", "ways"), _in_turns())
-def test_a_call_that_differs_in_any_part(sample, ways):
-    _differs(sample, ways)
+@pytest.mark.usefixtures("searched_once")
+@pytest.mark.parametrize("sample", ENDS)
+def test_a_call_that_differs_in_any_part(sample):
+    _differs(sample, list(WAYS_OF_A_PART))
 
 
 def test_every_way_to_differ_of_one_class():

@@ -9,7 +9,6 @@ from torch import nn
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
-from wellposed.certification.bounds import tightest_bound
 from wellposed.errors import NotLipschitzError
 from wellposed.models import WellposedConfig
 from wellposed.nn import (
@@ -81,26 +80,6 @@ def _reached(module, certificate, seed):
         scales=(0.01, 30.0),
     )  # fmt: skip
     return max(attack.value, attack.slope) / max(certificate.total, 1e-300)
-
-
-def _content(link):
-    values = (vars(link).get(name) for name in ("weight", "norm", "low", "high"))
-    stored = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
-    return f"{type(link).__name__} {stored}"
-
-
-@pytest.fixture
-def searched_once(monkeypatch):
-    """Search multipliers once for the same weights: norms tok, 2 and sum ask for the same ones."""
-    made = {}
-
-    def bound(links, skip=0.0, scale=1.0):
-        key = (skip, scale, *map(_content, links))
-        if key not in made:
-            made[key] = tightest_bound(links, skip, scale)
-        return made[key]
-
-    monkeypatch.setattr("wellposed.certification._walk.tightest_bound", bound)
 
 
 @pytest.mark.slow

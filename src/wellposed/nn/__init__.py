@@ -25,6 +25,7 @@ from wellposed.nn._feedforward import MLP as MLP
 from wellposed.nn._feedforward import MaxMin as MaxMin
 from wellposed.nn._feedforward import MaxMinFeedForward as MaxMinFeedForward
 from wellposed.nn._feedforward import unit_gelu as unit_gelu
+from wellposed.nn._frozen import frozen as frozen
 from wellposed.nn._ngpt import LearnedScale as LearnedScale
 from wellposed.nn._ngpt import NGPTFeedForward as NGPTFeedForward
 from wellposed.nn._ngpt import NGPTResidual as NGPTResidual
@@ -70,7 +71,6 @@ from wellposed.nn.invertible import Inversion as Inversion
 from wellposed.nn.invertible import InvertibleResidual as InvertibleResidual
 from wellposed.nn.invertible import LogDeterminant as LogDeterminant
 from wellposed.nn.invertible import ReversibleSequential as ReversibleSequential
-from wellposed.nn.invertible import frozen as frozen
 from wellposed.nn.transject import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS
 from wellposed.nn.transject import DrawnSpectrum as DrawnSpectrum
 from wellposed.nn.transject import ExpertMixture as ExpertMixture

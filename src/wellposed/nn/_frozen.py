@@ -1,0 +1,38 @@
+"""Layers that normalise by their weights do so once, where no weight changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+from torch import nn
+
+from wellposed.nn._checks import CheckedModule
+
+
+@contextmanager
+def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> Iterator[None]:
+    """Promise that no weight changes inside, so that layers normalise by their weights only once.
+
+    Status: exact; outputs are the same, bit for bit. Only layers of this library take part, such as
+    a contractive `L2SelfAttention`: a module of others may mean something else by ``frozen``.
+
+    Args:
+        module: The module that is called inside.
+        arguments_of: By the id of such a layer, the value that its ``frozen`` takes.
+
+    When not to use: around a step of an optimizer, whose weights would be divided by the old bound.
+
+    >>> layer = torch.nn.Sequential(wellposed.nn.L2SelfAttention(8, 2, contractive=0.9))
+    >>> with frozen(layer), torch.no_grad():
+    ...     y = layer(layer(torch.randn(1, 4, 8)))
+    """
+    chosen = arguments_of or {}
+    with ExitStack() as stack:
+        for part in module.modules():
+            # A module of others may mean something else by this name.
+            if isinstance(part, CheckedModule) and callable(getattr(part, "frozen", None)):
+                arguments = [chosen[id(part)]] if id(part) in chosen else []
+                stack.enter_context(cast(Any, part).frozen(*arguments))
+        yield
