@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.small_classifiers import (
     TOKENS,
     accuracy,
-    arguments_of,
     examples_of,
+    parser_of,
     texts_of,
     trained,
 )
-from wellposed.certification import certified_bound, certify
+from wellposed.certification import certify
 from wellposed_lab.statistics import holm_correction, paired_comparison
+from wellposed_lab.training.config import PenaltyOptions
 
 WEIGHTS = (0.0, 0.1, 0.3, 1.0)
 MARGINS = (0.02, 0.05)
@@ -49,23 +48,6 @@ class Trained:
     bound: float
     certified: float
     radius: float
-
-
-def loss_of(weight: float) -> Callable[[Any], Tensor] | None:
-    """Return the term of the loss by steps, or None for weight 0."""
-    count = 0
-
-    def term(model: Any) -> Tensor:
-        nonlocal count
-        count += 1
-        if count % EVERY:
-            return torch.zeros(())
-        model.eval()
-        bound = certified_bound(model, seq_len=TOKENS)
-        model.train()
-        return (EVERY * weight * bound.log()).float()
-
-    return term if weight else None
 
 
 def measured(model: Any, task: Any, count: int) -> Trained:
@@ -116,24 +98,34 @@ def verdicts(by_name: dict[str, list[Trained]]) -> list[str]:
 
 
 def main() -> None:
-    arguments = arguments_of(__doc__, variants="lipschitz,lipschitz:4", examples=256, steps=300)
+    parser = parser_of(__doc__, variants="lipschitz,lipschitz:4", examples=256, steps=300)
+    parser.add_argument("--weights", type=float, nargs="+", default=WEIGHTS)
+    parser.add_argument("--margins", type=float, nargs="*", default=MARGINS)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     task = texts_of(arguments.data)
     for variant in arguments.variants.split(","):
         terms: dict[str, tuple[float, dict[str, float]]] = {
-            f"{variant}, weight {weight:g}": (weight, {}) for weight in WEIGHTS
+            f"{variant}, weight {weight:g}": (weight, {}) for weight in arguments.weights
         }
         terms |= {
             f"{variant}, margin radius {margin:g}": (0.0, {"margin_radius": margin})
-            for margin in MARGINS
+            for margin in arguments.margins
         }
         print(f"\n| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
         by_name: dict[str, list[Trained]] = {}
         for name, (weight, options) in terms.items():
             by_name[name] = []
-            for seed in range(arguments.seeds):
-                keywords = {"steps": arguments.steps, "penalty": loss_of(weight), **options}
-                model = trained(variant, seed, task, **keywords)
+            for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+                model = trained(
+                    variant,
+                    seed,
+                    task,
+                    steps=arguments.steps,
+                    layers=arguments.layers,
+                    penalty=PenaltyOptions(bound=weight, every=EVERY),
+                    **options,
+                )
                 by_name[name].append(measured(model, task, arguments.examples))
             print(row(name, by_name[name]), flush=True)
         if arguments.seeds > 1:

@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.small_classifiers import (
     TOKENS,
     Example,
-    arguments_of,
     examples_of,
+    parser_of,
     texts_of,
     trained,
 )
@@ -118,13 +118,14 @@ def table_row(name: str, model: Any, examples: list[Example]) -> str:
 
 
 def main() -> None:
-    arguments = arguments_of(__doc__, variants="lipschitz,pre_ln,post_ln", examples=30, steps=150)
+    parser = parser_of(__doc__, variants="lipschitz,pre_ln,post_ln", examples=30, steps=150)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     task = texts_of(arguments.data)
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for variant in arguments.variants.split(","):
-        for seed in range(arguments.seeds):
-            model = trained(variant, seed, task, steps=arguments.steps)
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+            model = trained(variant, seed, task, steps=arguments.steps, layers=arguments.layers)
             examples = examples_of(model, task, arguments.examples)
             print(table_row(f"{variant}, {seed}", model, examples), flush=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,12 @@ from wellposed.model_options import ModelOptions
 from wellposed.models import input_vectors
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.tasks.task import Task, build_task
-from wellposed_lab.training.config import RunConfig, TrainOptions
+from wellposed_lab.training.config import (
+    NO_PENALTY,
+    PenaltyOptions,
+    RunConfig,
+    TrainOptions,
+)
 from wellposed_lab.training.loop.batches import MicroBatches
 from wellposed_lab.training.loop.build import build_run_model, set_learning_rate
 from wellposed_lab.training.loop.machine import build_accelerator
@@ -38,19 +42,21 @@ class Example:
     label: Tensor
 
 
-def arguments_of(
+def parser_of(
     description: str | None, *, variants: str, examples: int, steps: int
-) -> argparse.Namespace:
-    """Read the options of a benchmark of such classifiers, with its own defaults."""
+) -> argparse.ArgumentParser:
+    """Return the options of a benchmark of such classifiers, with its own defaults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", required=True, help="a folder of texts, such as AG News")
     parser.add_argument("--variants", default=variants)
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--examples", type=int, default=examples)
     parser.add_argument("--steps", type=int, default=steps)
-    return parser.parse_args()
+    parser.add_argument("--layers", type=int, default=1)
+    return parser
 
 
 def texts_of(data: str) -> Task:
@@ -63,25 +69,37 @@ def trained(
     task: Task,
     *,
     steps: int,
-    penalty: Callable[[Any], Tensor] | None = None,
+    layers: int = 1,
+    penalty: PenaltyOptions = NO_PENALTY,
     **options_of_train: Any,
 ) -> Any:
-    """Return a model of one block of width 32 after some steps of 32 texts, by the loop of
-    `wellposed train` with its default schedule; ``penalty(model)`` is added to the loss."""
-    sizes = ModelOptions(hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=1)
+    """Return a model of width 32 after some steps of 32 texts, by the loop of `wellposed train` with
+    its default schedule; a penalty is added to the loss of every ``penalty.every``-th step."""
+    sizes = ModelOptions(hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=layers)
     options = TrainOptions(steps=steps, batch_size=32, seed=seed, device="cpu", **options_of_train)
-    base = RunConfig("text_classification", model=sizes, train=options)
+    base = RunConfig("text_classification", model=sizes, penalty=penalty, train=options)
     config = apply_variant(variant, base)
     options = config.train
     set_seed(seed)
     parts = Parts(config, task, build_run_model(config, task), build_accelerator(options))
     batches = MicroBatches(task, options.batch_size, seed)
-    added = None if penalty is None else lambda: penalty(parts.model)
+    every = config.penalty.every
+    added: Any = parts.penalty
+
+    def penalty_of_step() -> Tensor:
+        return every * added()
+
     with closing(parts):
         for step in range(1, steps + 1):
             set_learning_rate(parts.optimizer, learning_rate(step, options, WIDTH))
+            is_due = added is not None and step % every == 0
             compute_gradients(
-                parts.accelerator, parts.prepared, task, batches.take(1), options, penalty=added
+                parts.accelerator,
+                parts.prepared,
+                task,
+                batches.take(1),
+                options,
+                penalty=penalty_of_step if is_due else None,
             )
             parts.optimizer.step()
             parts.optimizer.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ from wellposed.penalize import OrthogonalityPenalty
 from wellposed.presets import mcgrath2024
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.training.config import PenaltyOptions, RunConfig
-from wellposed_lab.training.loop.build import build_penalty
+from wellposed_lab.training.loop.penalties import build_penalty
 
 
 def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_line():

@@ -18,7 +18,8 @@ from wellposed_lab.compare.variants import (
     apply_variant,
 )
 from wellposed_lab.training.config import RunConfig, StartOptions, TrainOptions
-from wellposed_lab.training.loop.build import build_penalty, constrained_weights
+from wellposed_lab.training.loop.build import constrained_weights
+from wellposed_lab.training.loop.penalties import build_penalty
 from wellposed_lab.training.loop.train import train
 
 BASE = RunConfig(task="listops")

@@ -14,6 +14,7 @@ from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop.batches import MicroBatches, model_inputs
+from wellposed_lab.training.loop.penalties import build_penalty
 from wellposed_lab.training.loop.schedules import learning_rate
 from wellposed_lab.training.loop.train import train
 
@@ -70,7 +71,7 @@ def test_the_trainer_ends_at_the_same_weights(name, tmp_path):
     done = train(config, tmp_path / "run", task=task, model=lambda *_: ours, progress=False)
     assert done.status == "success"
 
-    penalty = build.build_penalty(config.penalty, theirs)
+    penalty = build_penalty(config.penalty, theirs)
     weights = build.constrained_weights(config.constrain, theirs)
     # A rate of 1, so that the factor of the schedule is the rate itself.
     one = TrainOptions(**{**vars(options), "learning_rate": 1.0})

@@ -64,6 +64,9 @@ def test_recorded_runs_keep_their_penalty_and_their_gain():
     keys = RunConfig.from_dict({"task": "listops", "penalty": {**squares, "key": 1e-2}})
     assert keys.penalty.form == "gram_squared"
     assert difference(keys, replace(keys, penalty=replace(keys.penalty, form="paper")))
+    none = replace(now, penalty=replace(now.penalty, bound=0.0))
+    assert not difference(now, none)
+    assert difference(now, replace(now, penalty=replace(now.penalty, bound=0.3)))
     for start, gain in (({"model": "folder"}, "one"), ({}, "auto")):
         values = {"task": "listops", "start": start, "constrain": {"where": "query"}}
         assert RunConfig.from_dict(values).constrain.gain == gain

@@ -433,6 +433,8 @@ LIPSCHITZ_LOGIT_SCALE = 10.0
 LIPSCHITZ_RATE = 20.0
 # Initial temperature for a margin loss of words.
 COOL = 0.25
+BOUND_STRENGTH = 0.3
+BOUND_EVERY = 5
 
 
 @VARIANTS.register("lipschitz")
@@ -445,7 +447,8 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     rate is 20 x the base's, and the loss multiplies the logits by ten unless there is a
     ``logit_scale``. ``num_hidden_layers=0`` is the control without blocks. With ``margin_loss =
     words:k``, embeddings lie in the ball (not on the sphere), tokens have no positions, and
-    attention starts cool, since the effect of a word grows as e^(2 t).
+    attention starts cool, since the effect of a word grows as e^(2 t). A classifier with L > 1 trains
+    with the bound as a loss unless there is a ``penalty.bound``.
     """
     if not 1 <= budget < float("inf"):
         problem = f"budget = {budget}, expected a finite number, 1 or more"
@@ -456,14 +459,33 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
         residual = {"residual": "budget", "budget": budget}
 
     embeddings: dict[str, Any] = {"unit_embeddings": True}
-    if (base.train.margin_loss or "").startswith("words"):
+    if _counts_words(base):
         embeddings = {"ball_embeddings": True, "position": "none", "ball_temperature": COOL}
 
     parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "attention_dropout": 0.0}
     config = _with_model(base, **parts, **embeddings, **residual)
     scale = LIPSCHITZ_LOGIT_SCALE if base.train.logit_scale == 1 else base.train.logit_scale
     train = replace(_faster(config.train, LIPSCHITZ_RATE), logit_scale=scale)
-    return _constrained(replace(config, train=train), LIPSCHITZ_WEIGHTS, to="spectral")
+    config = replace(config, train=train, penalty=_bound_as_a_loss(base, budget))
+    return _constrained(config, LIPSCHITZ_WEIGHTS, to="spectral")
+
+
+def _bound_as_a_loss(base: RunConfig, budget: float) -> PenaltyOptions:
+    """Return the base's penalties, and that of the bound where it gains (docs/howto/classifier.md)."""
+    penalty = base.penalty
+    is_classifier = TASKS.get(base.task).kind.endswith("classification")
+    is_voted = bool(base.task_options.get("certified_windows"))
+    is_measured = is_classifier and not (is_voted or _counts_words(base))
+    if penalty.bound is not None or budget == 1 or not is_measured:
+        return penalty
+
+    is_alone = not penalty.active and penalty.every == PenaltyOptions().every
+    every = BOUND_EVERY if is_alone else penalty.every
+    return replace(penalty, bound=BOUND_STRENGTH, every=every)
+
+
+def _counts_words(base: RunConfig) -> bool:
+    return (base.train.margin_loss or "").startswith("words")
 
 
 @VARIANTS.register("orthogonal")

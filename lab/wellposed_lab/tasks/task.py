@@ -232,6 +232,11 @@ class TaskSpec:
     own_models: bool = True
     """Whether a wellposed architecture can learn it, or only a model of the user's."""
 
+    @property
+    def kind(self) -> str:
+        """Head that a model needs; empty if a function builds the task, and its options decide."""
+        return getattr(self.build, "kind", "")
+
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 _OF_STUDIES = ["dialogue", "image", "listops", "marked", "minbert", "pathfinder", "retrieval"]

@@ -48,7 +48,8 @@ STRENGTHS = ("affinity", "attention", "feedforward", "query", "key", "value", "e
 
 @dataclass(frozen=True)
 class PenaltyOptions(options.CheckedOptions):
-    """Keywords of `wellposed.OrthogonalityPenalty`; all zero means no penalty."""
+    """Keywords of `wellposed.OrthogonalityPenalty` and the strength of the certified bound; all zero
+    means no penalty."""
 
     affinity: Strength = 0.0
     """Strength of |A^T A - I|_F^2 on attention affinities."""
@@ -64,6 +65,9 @@ class PenaltyOptions(options.CheckedOptions):
     """Strength on value weights alone."""
     embedding: Strength = 0.0
     """Strength on token embeddings."""
+    bound: Strength | None = None
+    """Strength of the logarithm of the certified bound, for models that have one; None: 0, or what the
+    variant says."""
     form: Literal["paper", "gram_squared", "gram", "qr"] = "paper"
     """Distance to orthogonality. paper: squared for attention and feedforward (Zhang et al.), the
     norm for query, key, value and embedding (McGrath)."""
@@ -80,8 +84,12 @@ class PenaltyOptions(options.CheckedOptions):
 
     @property
     def active(self) -> bool:
-        """Whether any strength is non-zero."""
+        """Whether any strength of `wellposed.OrthogonalityPenalty` is non-zero."""
         return any(getattr(self, name) for name in STRENGTHS)
+
+
+NO_PENALTY = PenaltyOptions(bound=0.0)
+"""No penalty, for variants too that else train with their bound."""
 
 
 @dataclass(frozen=True)
@@ -420,6 +428,8 @@ def _meaning(config: RunConfig) -> dict[str, Any]:
     unsquared = (penalty.query, penalty.key, penalty.value, penalty.embedding)
     if penalty.form == "gram_squared" and not any(unsquared):
         values["penalty.form"] = "paper"
+    if not penalty.bound:
+        values.pop("penalty.bound", None)
     values.setdefault("constrain.bound", 1.0)
     if config.task in TASKS:  # older runs lack newer options
         for item in dataclasses.fields(TASKS.get(config.task).options):

@@ -23,7 +23,6 @@ from wellposed.half_weights import dtype_names, lost_steps
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import (
     ConstrainOptions,
-    PenaltyOptions,
     RunConfig,
     StartOptions,
     TrainOptions,
@@ -399,24 +398,6 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
             " --gradient-accumulation to save memory"
         )
     enable({"use_reentrant": False})
-
-
-def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
-    """Return the attached `OrthogonalityPenalty` of ``options``, or None if all strengths are zero.
-
-    The loop handles ``every``: it counts optimizer steps, the penalty would count micro-batches. A
-    role without a weight in the model is a `RoleNotFoundError`.
-    """
-    if not options.active:
-        return None
-    from wellposed.penalize import OrthogonalityPenalty
-
-    keywords = {**dataclasses.asdict(options), "every": 1}
-    feedforward_form = keywords.pop("feedforward_form")
-    if feedforward_form != "same":
-        others = dict.fromkeys(("attention", "query", "key", "value", "embedding"), options.form)
-        keywords["form"] = {**others, "feedforward": feedforward_form}
-    return OrthogonalityPenalty(model, **keywords)
 
 
 def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:

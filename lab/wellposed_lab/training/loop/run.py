@@ -28,6 +28,7 @@ from wellposed_lab.training.folder.state import TrainerState
 from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop.batches import MicroBatches
 from wellposed_lab.training.loop.machine import sum_over_processes
+from wellposed_lab.training.loop.penalties import build_penalty
 from wellposed_lab.training.loop.penalty_pull import penalty_moves
 from wellposed_lab.training.loop.processes import StopRequest
 from wellposed_lab.training.loop.schedules import learning_rate
@@ -50,7 +51,7 @@ class Parts:
         if train.gradient_checkpointing:
             build.enable_gradient_checkpointing(self.model)
         self.reparametrized = build.reparametrize(config.start, self.model)
-        self.penalty = build.build_penalty(config.penalty, self.model)
+        self.penalty = build_penalty(config.penalty, self.model)
         constrained = build.constrained_weights(config.constrain, self.model)
         where = config.constrain.patterns if constrained else []
         self.optimizer = build.build_optimizer(

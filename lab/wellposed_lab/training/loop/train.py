@@ -30,6 +30,7 @@ from wellposed_lab.training.loop import tracking as trackers
 from wellposed_lab.training.loop.divergence import Divergence
 from wellposed_lab.training.loop.evaluate import evaluate, layer_at_fault, score_texts
 from wellposed_lab.training.loop.machine import build_accelerator, one_line_failures
+from wellposed_lab.training.loop.penalties import notes_on_cost
 from wellposed_lab.training.loop.processes import Cancelled, StopRequest
 from wellposed_lab.training.loop.run import Parts, Run
 from wellposed_lab.training.loop.schedules import counted_in_steps, longer_note
@@ -135,6 +136,7 @@ def train(
                 notes = [*(data_remarks(task.description()) if remarks else ()), *entry.notes]
                 notes += build.start_notes(started, parts.model) if not entry.checkpoint else []
                 notes += build.half_notes(parts.model, entry.checkpoint)
+                notes += notes_on_cost(parts.penalty, config.penalty.every)
                 with progress_bar, StopRequest() as stop:
                     for note in notes:
                         progress_bar.say(note, warn="damaged" in note)

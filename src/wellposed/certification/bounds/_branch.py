@@ -17,9 +17,9 @@ from torch import Tensor
 from wellposed.certification.bounds._network import Network
 from wellposed.certification.bounds._rounding import MORE_TERMS, UNDERFLOW, UNIT, check_positive
 from wellposed.certification.bounds._search import (
+    SMOOTHING,
     Ascent,
     smallest_proved,
-    smooth_largest,
     top_weights,
 )
 from wellposed.errors import ConfigError
@@ -113,12 +113,30 @@ def searched_branches(
 
 
 def branch_square(network: Network, skip: float, scale: float, multipliers: Tensor) -> Tensor:
-    """Return rho for fixed multipliers, to differentiate by the weights; no proof."""
-    straight, out, into, _ = _parts(network, skip, scale)
-    room = torch.eye(len(out), dtype=torch.float64) - (out / multipliers) @ out.mT
-    gram = (into.mT * multipliers) @ into
-    matrix = gram + straight.mT @ torch.linalg.solve(room, straight)
-    return smooth_largest(matrix)
+    """Return rho for fixed multipliers, to differentiate by the weights; no proof.
+
+    It is a mean of ``v'Mv`` over top eigenvectors v of ``M = C'TC + G'R^-1 G`` with
+    ``R = I - B T^-1 B'``. Since ``(Gv)'R^-1 Gv`` is the largest ``2 x'Gv - x'Rx``, the gradient is
+    that of products with v and ``x = R^-1 Gv``, held fixed: no matrix of them is differentiated.
+    """
+    with torch.no_grad():
+        straight, out, into, _ = _parts(network, skip, scale)
+        room = torch.eye(len(out), dtype=torch.float64) - (out / multipliers) @ out.mT
+        solved = torch.linalg.solve(room, straight)
+        gram = (into.mT * multipliers) @ into
+        _, tops, weights = top_weights(gram + straight.mT @ solved, SMOOTHING)
+        reached = solved @ tops
+
+    first, last = network.weights
+    ((mid, half),) = network.slopes
+    hidden = first @ tops
+    along = scale * (last @ (mid[:, None] * hidden))
+    if skip:
+        along = along + skip * tops
+    back = (scale * half)[:, None] * (last.mT @ reached)
+    within = multipliers[:, None] * hidden.square() + back.square() / multipliers[:, None]
+    across = 2 * reached * along - reached.square()
+    return (within.sum(-2) + across.sum(-2)) @ weights
 
 
 def _check(multipliers: Tensor, maps: _Maps) -> None:

@@ -14,7 +14,7 @@ SLACKS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1)
 """Relative slacks of rho that are tried in turn."""
 _RATE = 0.15
 _FIRST_TEMPERATURE = 0.02
-_SMOOTHING = 0.01
+SMOOTHING = 0.01
 # A search ends if so many steps lower rho by less than this share.
 _PATIENCE = 12
 _WORTH = 2e-3
@@ -103,7 +103,7 @@ def top_weights(matrix: Tensor, temperature: float) -> tuple[Tensor, Tensor, Ten
 def smooth_largest(matrix: Tensor) -> Tensor:
     """Return a mean of the top eigenvalues, to differentiate: at the best multipliers several are
     equal, and one alone says little about how the largest changes."""
-    _, vectors, weights = top_weights(matrix.detach(), _SMOOTHING)
+    _, vectors, weights = top_weights(matrix.detach(), SMOOTHING)
     return ((matrix @ vectors) * vectors).sum(-2) @ weights
 
 
