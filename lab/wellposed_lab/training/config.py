@@ -87,6 +87,11 @@ class PenaltyOptions(options.CheckedOptions):
         """Whether any strength of `wellposed.OrthogonalityPenalty` is non-zero."""
         return any(getattr(self, name) for name in STRENGTHS)
 
+    @property
+    def reads_batch(self) -> bool:
+        """Whether the penalty depends on the batch, as affinities do, not on weights alone."""
+        return bool(self.affinity)
+
 
 NO_PENALTY = PenaltyOptions(bound=0.0)
 """No penalty, for variants too that else train with their bound."""

@@ -90,6 +90,37 @@ def test_a_penalty_weighs_as_the_share_of_the_sequences(accelerator):
     assert numbers.penalty == pytest.approx(mean * float(weight.detach().square().sum()), rel=1e-5)
 
 
+def test_a_penalty_of_weights_alone_is_computed_once_a_step(accelerator):
+    task = stub.StubTask()
+    model = stub.StubModel().double()
+    batches = MicroBatches(task, 5, seed=0).take(5)
+    weight = model.blocks[0].inner.weight
+    calls = []
+
+    def penalty():
+        calls.append(1)
+        return 2.0 * weight.square().sum()
+
+    by_calls = {}
+    for reads_batch in (True, False):
+        model.zero_grad(set_to_none=True)
+        numbers = compute_gradients(
+            accelerator,
+            model,
+            task,
+            batches,
+            TrainOptions(max_grad_norm=0.0),
+            penalty=penalty,
+            penalty_reads_batch=reads_batch,
+        )
+        by_calls[len(calls)] = (gradients(model), numbers.penalty)
+        calls.clear()
+    (in_each, reported_in_each), (once, reported) = by_calls[5], by_calls[1]
+    torch.testing.assert_close(once, in_each, rtol=1e-11, atol=1e-13)
+    # The penalty is reported in float32.
+    assert reported == pytest.approx(reported_in_each, rel=1e-6)
+
+
 def test_clipping_scales_the_whole_gradient(accelerator):
     task = stub.StubTask()
     model = stub.StubModel().double()

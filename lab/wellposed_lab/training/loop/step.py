@@ -125,6 +125,7 @@ def compute_gradients(
     options: TrainOptions,
     *,
     penalty: Penalty | None = None,
+    penalty_reads_batch: bool = True,
     check_targets: bool = False,
     progress: float = 1.0,
     pulls: dict[str, float] | None = None,
@@ -133,8 +134,9 @@ def compute_gradients(
 
     Status: exact to rounding. All micro-batches of all processes count as one batch. The penalty
     and the model's own loss (``output.auxiliary_loss``) of a micro-batch are weighted by its
-    fraction of the sequences. The global norm is clipped to ``max_grad_norm``; ``progress`` as in
-    `training_loss`. ``pulls`` gets the norms of the penalty's own gradient (`pulls_of`).
+    fraction of the sequences; a penalty of weights alone is computed once, in the first. The global
+    norm is clipped to ``max_grad_norm``; ``progress`` as in `training_loss`. ``pulls`` gets the
+    norms of the penalty's own gradient (`pulls_of`).
 
     Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
     integers with several processes.
@@ -149,6 +151,7 @@ def compute_gradients(
     has_auxiliary = False
     counted = 0.0
     unwrapped = accelerator.unwrap_model(model)
+    share_of_process = int(mine[1]) / sequences
     for number, batch in enumerate(micro_batches):
         share = batches.sequence_count(batch) / sequences
         batch = batches.to_device(batch, device)
@@ -160,11 +163,11 @@ def compute_gradients(
                 model, unwrapped, task, batch, options, progress=progress
             )
             loss = batch_sum * per_target
-            if penalty is not None:
+            if penalty is not None and (penalty_reads_batch or number == 0):
                 value = penalty()
                 if pulls is not None and number == 0:
                     pulls |= pulls_of(value, unwrapped)
-                term = value * share
+                term = value * (share if penalty_reads_batch else share_of_process)
                 sums[1] += term.detach()
                 loss = loss + term * world
             if auxiliary is not None:

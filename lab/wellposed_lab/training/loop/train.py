@@ -271,6 +271,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         micro_batches,
         options,
         penalty=run.penalty_of_step(parts.penalty),
+        penalty_reads_batch=run.config.penalty.reads_batch,
         check_targets=check_targets,
         progress=run.progress_of_step(),
         pulls=pulls,
