@@ -13,7 +13,7 @@ from wellposed.nn._checks import CheckedModule
 
 @contextmanager
 def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> Iterator[None]:
-    """Promise that no weight changes inside, so that layers normalise by their weights only once.
+    """Compute what layers normalise by once for all calls inside, where no weight may change.
 
     Status: exact; outputs are the same, bit for bit. Only layers of this library take part, such as
     a contractive `L2SelfAttention`: a module of others may mean something else by ``frozen``.
@@ -24,7 +24,11 @@ def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> 
 
     When not to use: around a step of an optimizer, whose weights would be divided by the old bound.
 
-    >>> layer = torch.nn.Sequential(wellposed.nn.L2SelfAttention(8, 2, contractive=0.9))
+    Cost: one bound of each such layer, at its first call inside.
+
+    >>> import torch
+    >>> from wellposed.nn import L2SelfAttention
+    >>> layer = torch.nn.Sequential(L2SelfAttention(8, 2, contractive=0.9))
     >>> with frozen(layer), torch.no_grad():
     ...     y = layer(layer(torch.randn(1, 4, 8)))
     """
