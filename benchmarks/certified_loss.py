@@ -1,6 +1,7 @@
 """Variant `lipschitz` with the certified bound as a loss: is it better at equal clean accuracy?
 
-`weight * log(certified_bound(model))` is added to the loss every fifth step, five times as strong.
+`weight * log(certified_bound(model))` is added to the loss at steps 5, 10, ... (in `wellposed train`
+at 1, 6, ...), five times as strong.
 For each weight: accuracy on *test*, the certified bound, certified accuracy at 0.1 of a token, and
 the median certified radius of right answers. They are means and standard errors over seeds, at equal
 rates, steps and batches. `--margin-radius` of `wellposed train` trades accuracy against radius too, so it
@@ -123,7 +124,7 @@ def main() -> None:
                     task,
                     steps=arguments.steps,
                     layers=arguments.layers,
-                    penalty=PenaltyOptions(bound=weight, every=EVERY),
+                    penalty=PenaltyOptions(bound=weight, bound_every=EVERY),
                     **options,
                 )
                 by_name[name].append(measured(model, task, arguments.examples))

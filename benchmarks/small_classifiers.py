@@ -74,7 +74,7 @@ def trained(
     **options_of_train: Any,
 ) -> Any:
     """Return a model of width 32 after some steps of 32 texts, by the loop of `wellposed train` with
-    its default schedule; a penalty is added to the loss of every ``penalty.every``-th step."""
+    its default schedule; that of the bound is added to the loss of every ``penalty.bound_every``-th step."""
     sizes = ModelOptions(hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=layers)
     options = TrainOptions(steps=steps, batch_size=32, seed=seed, device="cpu", **options_of_train)
     base = RunConfig("text_classification", model=sizes, penalty=penalty, train=options)
@@ -83,23 +83,18 @@ def trained(
     set_seed(seed)
     parts = Parts(config, task, build_run_model(config, task), build_accelerator(options))
     batches = MicroBatches(task, options.batch_size, seed)
-    every = config.penalty.every
-    added: Any = parts.penalty
-
-    def penalty_of_step() -> Tensor:
-        return every * added()
-
+    penalties = parts.penalty
     with closing(parts):
         for step in range(1, steps + 1):
             set_learning_rate(parts.optimizer, learning_rate(step, options, WIDTH))
-            is_due = added is not None and step % every == 0
+            due = None if penalties is None else penalties.of_step(step).of_weights
             compute_gradients(
                 parts.accelerator,
                 parts.prepared,
                 task,
                 batches.take(1),
                 options,
-                penalty=penalty_of_step if is_due else None,
+                weights_penalty=due,
             )
             parts.optimizer.step()
             parts.optimizer.zero_grad(set_to_none=True)

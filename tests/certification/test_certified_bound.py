@@ -20,11 +20,22 @@ def _body(**options):
     return WellposedModel(WellposedConfig(**{**sizes, "attention": "l2_tied", **options}))
 
 
+def _with_dead_units():
+    """One hidden unit is not read, and one reads nothing."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        net[0].weight[0] *= 10
+        net[2].weight[:, 0] = 0
+        net[0].weight[1] = 0
+    return net
+
+
 NETS = {
     "one linear map": lambda: nn.Linear(6, 4),
     "feed-forward": lambda: MLP(6, 12),
     "with its skip": lambda: InvertibleResidual(MLP(6, 12)),
     "maxmin with its skip": lambda: InvertibleResidual(MaxMinFeedForward(6, 12)),
+    "dead units": _with_dead_units,
     "chain": lambda: nn.Sequential(
         nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
     ),

@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
     if task is None:
         return 0
     request = arguments.read_request(
-        "train", task, rest, TrainArguments, "Train one model", changed=_with_variant
+        "train", task, rest, TrainArguments, "Train one model", changed=with_variant
     )
     options = request.command
 
@@ -63,7 +63,7 @@ def run(words: Sequence[str]) -> int:
     return result.exit_code
 
 
-def _with_variant(base: RunConfig, typed: TypedValues) -> RunConfig:
+def with_variant(base: RunConfig, typed: TypedValues) -> RunConfig:
     """Return ``base`` as the variant of ``--variant`` has it."""
     variant = typed.get("command", {}).get("variant")
     if not variant:
@@ -71,8 +71,14 @@ def _with_variant(base: RunConfig, typed: TypedValues) -> RunConfig:
 
     from wellposed_lab.compare.variants import apply_variant
 
-    # Some variants depend on the margin loss.
-    margin_loss = typed.get("train", {}).get("margin_loss") or ""
-    if margin_loss.startswith("words"):
-        base = replace(base, train=replace(base.train, margin_loss=margin_loss))
+    # Some variants depend on these.
+    train = typed.get("train", {})
+    if (train.get("margin_loss") or "").startswith("words"):
+        base = replace(base, train=replace(base.train, margin_loss=train["margin_loss"]))
+    if "gradient_checkpointing" in train:
+        checkpointing = train["gradient_checkpointing"]
+        base = replace(base, train=replace(base.train, gradient_checkpointing=checkpointing))
+    windows = typed.get("task", {}).get("certified_windows")
+    if windows is not None:
+        base = replace(base, task_options={**base.task_options, "certified_windows": windows})
     return apply_variant(variant, base)

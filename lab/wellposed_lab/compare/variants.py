@@ -434,7 +434,6 @@ LIPSCHITZ_RATE = 20.0
 # Initial temperature for a margin loss of words.
 COOL = 0.25
 BOUND_STRENGTH = 0.3
-BOUND_EVERY = 5
 
 
 @VARIANTS.register("lipschitz")
@@ -448,7 +447,8 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     ``logit_scale``. ``num_hidden_layers=0`` is the control without blocks. With ``margin_loss =
     words:k``, embeddings lie in the ball (not on the sphere), tokens have no positions, and
     attention starts cool, since the effect of a word grows as e^(2 t). A classifier with L > 1 trains
-    with the bound as a loss unless there is a ``penalty.bound``.
+    with the bound as a loss unless there is a ``penalty.bound``, that margin loss, windows that vote
+    or gradient checkpointing.
     """
     if not 1 <= budget < float("inf"):
         problem = f"budget = {budget}, expected a finite number, 1 or more"
@@ -475,13 +475,11 @@ def _bound_as_a_loss(base: RunConfig, budget: float) -> PenaltyOptions:
     penalty = base.penalty
     is_classifier = TASKS.get(base.task).kind.endswith("classification")
     is_voted = bool(base.task_options.get("certified_windows"))
-    is_measured = is_classifier and not (is_voted or _counts_words(base))
-    if penalty.bound is not None or budget == 1 or not is_measured:
+    # The inputs of a checkpointed model have a hook, which no certificate covers.
+    has_bound = not (is_voted or _counts_words(base) or base.train.gradient_checkpointing)
+    if penalty.bound is not None or budget == 1 or not (is_classifier and has_bound):
         return penalty
-
-    is_alone = not penalty.active and penalty.every == PenaltyOptions().every
-    every = BOUND_EVERY if is_alone else penalty.every
-    return replace(penalty, bound=BOUND_STRENGTH, every=every)
+    return replace(penalty, bound=BOUND_STRENGTH)
 
 
 def _counts_words(base: RunConfig) -> bool:

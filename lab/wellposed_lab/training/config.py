@@ -68,6 +68,8 @@ class PenaltyOptions(options.CheckedOptions):
     bound: Strength | None = None
     """Strength of the logarithm of the certified bound, for models that have one; None: 0, or what the
     variant says."""
+    bound_every: Size = 5
+    """Apply that of the bound on every k-th step, scaled by k."""
     form: Literal["paper", "gram_squared", "gram", "qr"] = "paper"
     """Distance to orthogonality. paper: squared for attention and feedforward (Zhang et al.), the
     norm for query, key, value and embedding (McGrath)."""
@@ -78,7 +80,7 @@ class PenaltyOptions(options.CheckedOptions):
     estimator: Literal["exact", "probes"] = "exact"
     """How the affinity penalty is computed."""
     every: Size = 1
-    """Apply on every k-th step, scaled by k."""
+    """Apply on every k-th step, scaled by k; not that of the bound."""
     qr_method: Literal["householder", "gram_schmidt"] = "householder"
     """QR decomposition of the form qr."""
 
@@ -86,11 +88,6 @@ class PenaltyOptions(options.CheckedOptions):
     def active(self) -> bool:
         """Whether any strength of `wellposed.OrthogonalityPenalty` is non-zero."""
         return any(getattr(self, name) for name in STRENGTHS)
-
-    @property
-    def reads_batch(self) -> bool:
-        """Whether the penalty depends on the batch, as affinities do, not on weights alone."""
-        return bool(self.affinity)
 
 
 NO_PENALTY = PenaltyOptions(bound=0.0)
@@ -435,6 +432,7 @@ def _meaning(config: RunConfig) -> dict[str, Any]:
         values["penalty.form"] = "paper"
     if not penalty.bound:
         values.pop("penalty.bound", None)
+        values.pop("penalty.bound_every", None)
     values.setdefault("constrain.bound", 1.0)
     if config.task in TASKS:  # older runs lack newer options
         for item in dataclasses.fields(TASKS.get(config.task).options):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
 
-from wellposed.nn._checks import CheckedModule
+
+class NormalisesByWeights:
+    """A layer that divides by a bound of its weights, and can keep it while none changes."""
+
+    def frozen(self, layers: Any = None) -> AbstractContextManager[None]:
+        """Promise that no weight changes inside: the bound is computed once, or not at all if given."""
+        raise NotImplementedError
 
 
 @contextmanager
@@ -16,7 +22,7 @@ def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> 
     """Compute what layers normalise by once for all calls inside, where no weight may change.
 
     Status: exact; outputs are the same, bit for bit. Only layers of this library take part, such as
-    a contractive `L2SelfAttention`: a module of others may mean something else by ``frozen``.
+    a contractive `L2SelfAttention`: another module may mean something else by ``frozen``.
 
     Args:
         module: The module that is called inside.
@@ -35,8 +41,7 @@ def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> 
     chosen = arguments_of or {}
     with ExitStack() as stack:
         for part in module.modules():
-            # A module of others may mean something else by this name.
-            if isinstance(part, CheckedModule) and callable(getattr(part, "frozen", None)):
+            if isinstance(part, NormalisesByWeights):
                 arguments = [chosen[id(part)]] if id(part) in chosen else []
-                stack.enter_context(cast(Any, part).frozen(*arguments))
+                stack.enter_context(part.frozen(*arguments))
         yield

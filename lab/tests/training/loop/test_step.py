@@ -97,12 +97,12 @@ def test_a_penalty_of_weights_alone_is_computed_once_a_step(accelerator):
     weight = model.blocks[0].inner.weight
     calls = []
 
-    def penalty():
+    def computed():
         calls.append(1)
         return 2.0 * weight.square().sum()
 
     by_calls = {}
-    for reads_batch in (True, False):
+    for argument in ("penalty", "weights_penalty"):
         model.zero_grad(set_to_none=True)
         numbers = compute_gradients(
             accelerator,
@@ -110,8 +110,7 @@ def test_a_penalty_of_weights_alone_is_computed_once_a_step(accelerator):
             task,
             batches,
             TrainOptions(max_grad_norm=0.0),
-            penalty=penalty,
-            penalty_reads_batch=reads_batch,
+            **{argument: computed},
         )
         by_calls[len(calls)] = (gradients(model), numbers.penalty)
         calls.clear()

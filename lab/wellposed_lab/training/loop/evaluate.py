@@ -129,14 +129,16 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
 def layer_at_fault(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
     """Run batches again in all processes and name the module where numbers stop being finite."""
     model = run.parts.model.train(training)
-    penalty = run.penalty_of_step(run.parts.penalty)
+    due = run.penalties_of_step()
+    # A certificate refuses a model with hooks.
+    of_weights = torch.zeros(()) if due.of_weights is None else due.of_weights().detach()
 
     def losses(batch: Batch) -> Mapping[str, Any]:
         batch = batches.to_device(batch, run.parts.accelerator.device)
         loss, _, auxiliary = steps.training_loss(
             model, model, run.task, batch, run.options, progress=run.progress_of_step()
         )
-        extra = None if penalty is None else penalty()
+        extra = of_weights if due.of_batch is None else due.of_batch() + of_weights
         terms = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
         return {name: value for name, value in terms.items() if value is not None}
 

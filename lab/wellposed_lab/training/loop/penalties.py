@@ -1,4 +1,4 @@
-"""Terms of the loss of a run that depend on its weights alone."""
+"""Penalties of a run: terms of its loss beside that of the task."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -13,24 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.certification import certified_bound, certify
-from wellposed.errors import ConfigError, shortened
+from wellposed.errors import ConfigError, NotLipschitzError, shortened
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed_lab.training.config import PenaltyOptions
+from wellposed_lab.training.loop.step import Penalty
 
 
 class BoundPenalty:
     """``strength * log L``, with L the certified bound of a model in eval mode, in norm tok.
 
     Status: exact; its gradient is that of `certified_bound`. The logarithm makes the strength the
-    loss that an e-fold of the bound is worth. A model without a bound is refused here, before
-    training.
+    loss that an e-fold of the bound is worth. If training has led to weights without a bound, the
+    value is infinite, and the step diverges.
 
     Args:
         model: The model of a run.
         strength: Factor of the logarithm.
 
     Raises:
-        ConfigError: the model has no bound on all inputs, or no weight that changes it.
+        ConfigError: the model has no bound on all inputs, the bound is 0, or no weight changes it.
 
     Cost: a certificate and its backward pass in float64 on the CPU at each call.
     """
@@ -42,85 +44,140 @@ class BoundPenalty:
         self._check_parts()
         began = perf_counter()
         try:
-            self()
+            self._bound()
         except ConfigError as error:
             raise ConfigError(f"penalty.bound = {strength:g}: {error}") from error
         self.seconds = perf_counter() - began
         """How long the first bound took."""
 
     def __call__(self) -> Tensor:
-        with self._evaluating(), torch.enable_grad():
-            bound = certified_bound(self._model, seq_len=self._tokens)
         device = next(self._model.parameters()).device
+        try:
+            bound = self._bound()
+        except NotLipschitzError:
+            return torch.tensor(math.inf, device=device)
         return self._strength * bound.log().to(device, torch.float32)
 
     def remove(self) -> None:
         """Nothing is attached to the model."""
+
+    def _bound(self) -> Tensor:
+        with self._evaluating(), torch.enable_grad():
+            return certified_bound(self._model, seq_len=self._tokens)
 
     def _check_parts(self) -> None:
         """Refuse parts without a bound, also those that count nothing yet: a ReZero residual starts
         at 0 times its branch."""
         with self._evaluating():
             certificate = certify(self._model, seq_len=self._tokens, cross_check=False)
-        names = [f"{part.path or 'the model'} ({part.module})" for part in certificate.uncertified]
-        if names or math.isinf(certificate.total):
+        reasons = [
+            f"{part.path or 'the model'} ({part.module}): {part.reason}"
+            for part in certificate.uncertified
+        ]
+        if not reasons and math.isinf(certificate.total):
+            reasons = ["the product overflows"]
+        if not reasons and certificate.total == 0:
+            reasons = ["it is 0, as some map is constant"]
+        if reasons:
             raise ConfigError(
-                f"penalty.bound = {self._strength:g}: no Lipschitz bound on all inputs is known for"
-                f" {shortened(names or ['the product, which overflows'])}; leave the option out, or give a"
-                " variant with a bound, such as lipschitz"
+                f"penalty.bound = {self._strength:g} needs a Lipschitz bound on all inputs, other than 0:"
+                f" {shortened(reasons)}; give --penalty.bound 0, or a variant with a bound, such as"
+                " lipschitz"
             )
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training = self._model.training
+        modes = [(part, part.training) for part in self._model.modules()]
         self._model.eval()  # dropout is not part of the bound
         try:
             yield
         finally:
-            self._model.train(was_training)
+            for part, was_training in modes:
+                part.training = was_training
 
 
-class SummedPenalties:
-    """The sum of penalties."""
+@dataclass(frozen=True)
+class Term:
+    """A penalty, added at every ``every``-th step, that many times as strong."""
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = parts
+    penalty: Any
+    every: int
+    reads_batch: bool
+    """Whether it depends on the batch, as affinities do, not on weights alone."""
+
+    def of_step(self, step: int) -> Penalty | None:
+        """Return what the step after ``step`` others adds, or None."""
+        if step % self.every:
+            return None
+        return self.penalty if self.every == 1 else lambda: self.penalty() * self.every
+
+
+@dataclass(frozen=True)
+class Due:
+    """The penalties of one step."""
+
+    of_batch: Penalty | None
+    of_weights: Penalty | None
+
+
+class Penalties:
+    """All penalties of a run. The loop counts optimizer steps, the penalties would count
+    micro-batches."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.terms = terms
 
     def __call__(self) -> Tensor:
-        return torch.stack([part() for part in self.parts]).sum()
+        """Return the sum of all."""
+        return torch.stack([term.penalty() for term in self.terms]).sum()
+
+    def of_step(self, step: int) -> Due:
+        """Return the penalties of the step after ``step`` others."""
+        batch, weights = (
+            [term.of_step(step) for term in self.terms if term.reads_batch == reads_batch]
+            for reads_batch in (True, False)
+        )
+        return Due(_summed(batch), _summed(weights))
+
+    def last_step(self, steps: int) -> int:
+        """Return the number of steps before the last one with a penalty."""
+        return max((steps - 1) // term.every * term.every for term in self.terms)
+
+    def notes(self) -> list[str]:
+        """Return a note on the time of the certified bound, if it is one of them."""
+        return [
+            f"the certified bound takes {term.penalty.seconds:.2g} s, every {term.every} steps;"
+            " --penalty.bound-every spaces it"
+            for term in self.terms
+            if isinstance(term.penalty, BoundPenalty)
+        ]
 
     def remove(self) -> None:
-        for part in self.parts:
-            part.remove()
+        for term in self.terms:
+            term.penalty.remove()
 
 
-def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
-    """Return the attached penalties of ``options`` as one, or None if all strengths are zero.
+def _summed(penalties: Sequence[Penalty | None]) -> Penalty | None:
+    due = [penalty for penalty in penalties if penalty is not None]
+    if len(due) < 2:
+        return next(iter(due), None)
+    return lambda: torch.stack([penalty() for penalty in due]).sum()
 
-    The loop handles ``every``: it counts optimizer steps, a penalty would count micro-batches. A
-    role without a weight in the model is a `RoleNotFoundError`.
-    """
-    penalties: list[Any] = []
-    if options.bound:
-        penalties.append(BoundPenalty(model, options.bound))
+
+def build_penalty(options: PenaltyOptions, model: nn.Module) -> Penalties | None:
+    """Return the attached penalties of ``options``, or None if all strengths are zero. A role without
+    a weight in the model is a `RoleNotFoundError`."""
+    terms = []
     if options.active:
-        penalties.append(_orthogonality(options, model))
-    return SummedPenalties(penalties) if len(penalties) > 1 else next(iter(penalties), None)
-
-
-def notes_on_cost(penalty: Any, every: int) -> list[str]:
-    """Return a note on the time of the certified bound, if it is part of a run's penalty."""
-    parts = penalty.parts if isinstance(penalty, SummedPenalties) else [penalty]
-    return [
-        f"the certified bound takes {part.seconds:.2g} s every {every} steps; penalty.every spaces it"
-        for part in parts
-        if isinstance(part, BoundPenalty)
-    ]
+        terms.append(Term(_orthogonality(options, model), options.every, bool(options.affinity)))
+    if options.bound:
+        terms.append(Term(BoundPenalty(model, options.bound), options.bound_every, False))
+    return Penalties(terms) if terms else None
 
 
 def _orthogonality(options: PenaltyOptions, model: nn.Module) -> OrthogonalityPenalty:
     keywords = {**dataclasses.asdict(options), "every": 1}
-    del keywords["bound"]
+    del keywords["bound"], keywords["bound_every"]
     feedforward_form = keywords.pop("feedforward_form")
     if feedforward_form != "same":
         others = dict.fromkeys(("attention", "query", "key", "value", "embedding"), options.form)

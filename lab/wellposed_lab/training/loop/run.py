@@ -28,11 +28,10 @@ from wellposed_lab.training.folder.state import TrainerState
 from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop.batches import MicroBatches
 from wellposed_lab.training.loop.machine import sum_over_processes
-from wellposed_lab.training.loop.penalties import build_penalty
+from wellposed_lab.training.loop.penalties import Due, build_penalty
 from wellposed_lab.training.loop.penalty_pull import penalty_moves
 from wellposed_lab.training.loop.processes import StopRequest
 from wellposed_lab.training.loop.schedules import learning_rate
-from wellposed_lab.training.loop.step import Penalty
 from wellposed_lab.training.loop.tracking import Progress, Trackers
 
 
@@ -204,11 +203,10 @@ class Run:
     def reads_pulls(self) -> bool:
         """Return whether the next step reads the penalty's own gradient: the first and the last step
         with a penalty. The backward pass of a compiled model runs only once."""
-        every = self.config.penalty.every
-        last = (self.options.steps - 1) // every * every
-        if self.parts.penalty is None or self.options.compile:
+        penalties = self.parts.penalty
+        if penalties is None or self.options.compile:
             return False
-        return self.state.step in (0, last)
+        return self.state.step in (0, penalties.last_step(self.options.steps))
 
     def penalty_moves(self) -> dict[str, float]:
         """Return about how far the penalty moves the weights, as a part of their size, if known."""
@@ -242,12 +240,10 @@ class Run:
         width = getattr(getattr(self.parts.model, "config", None), "hidden_size", None)
         return learning_rate(step, self.options, width or self.config.model.hidden_size)
 
-    def penalty_of_step(self, penalty: Penalty | None) -> Penalty | None:
-        """Return the penalty of the next step: with ``every`` = k, k-fold each k-th, or None."""
-        every = self.config.penalty.every
-        if penalty is None or self.state.step % every:
-            return None
-        return penalty if every == 1 else lambda: penalty() * every
+    def penalties_of_step(self) -> Due:
+        """Return the penalties of the next step."""
+        penalties = self.parts.penalty
+        return Due(None, None) if penalties is None else penalties.of_step(self.state.step)
 
     def progress_of_step(self) -> float:
         """Return the fraction of the steps that is done after the next one."""

@@ -125,16 +125,16 @@ def compute_gradients(
     options: TrainOptions,
     *,
     penalty: Penalty | None = None,
-    penalty_reads_batch: bool = True,
+    weights_penalty: Penalty | None = None,
     check_targets: bool = False,
     progress: float = 1.0,
     pulls: dict[str, float] | None = None,
 ) -> StepNumbers:
-    """Compute the gradient of ``sum of losses / targets + penalty + auxiliary`` in ``.grad``.
+    """Compute the gradient of ``sum of losses / targets + penalties + auxiliary`` in ``.grad``.
 
     Status: exact to rounding. All micro-batches of all processes count as one batch. The penalty
     and the model's own loss (``output.auxiliary_loss``) of a micro-batch are weighted by its
-    fraction of the sequences; a penalty of weights alone is computed once, in the first. The global
+    fraction of the sequences; ``weights_penalty``, which reads no batch, is computed once. The global
     norm is clipped to ``max_grad_norm``; ``progress`` as in `training_loss`. ``pulls`` gets the
     norms of the penalty's own gradient (`pulls_of`).
 
@@ -163,11 +163,15 @@ def compute_gradients(
                 model, unwrapped, task, batch, options, progress=progress
             )
             loss = batch_sum * per_target
-            if penalty is not None and (penalty_reads_batch or number == 0):
-                value = penalty()
+            terms = []
+            if penalty is not None:
+                terms.append((penalty(), share))
+            if weights_penalty is not None and number == 0:
+                terms.append((weights_penalty(), share_of_process))
+            if terms:
                 if pulls is not None and number == 0:
-                    pulls |= pulls_of(value, unwrapped)
-                term = value * (share if penalty_reads_batch else share_of_process)
+                    pulls |= pulls_of(torch.stack([value for value, _ in terms]).sum(), unwrapped)
+                term = torch.stack([value * part for value, part in terms]).sum()
                 sums[1] += term.detach()
                 loss = loss + term * world
             if auxiliary is not None:

@@ -30,7 +30,6 @@ from wellposed_lab.training.loop import tracking as trackers
 from wellposed_lab.training.loop.divergence import Divergence
 from wellposed_lab.training.loop.evaluate import evaluate, layer_at_fault, score_texts
 from wellposed_lab.training.loop.machine import build_accelerator, one_line_failures
-from wellposed_lab.training.loop.penalties import notes_on_cost
 from wellposed_lab.training.loop.processes import Cancelled, StopRequest
 from wellposed_lab.training.loop.run import Parts, Run
 from wellposed_lab.training.loop.schedules import counted_in_steps, longer_note
@@ -136,7 +135,7 @@ def train(
                 notes = [*(data_remarks(task.description()) if remarks else ()), *entry.notes]
                 notes += build.start_notes(started, parts.model) if not entry.checkpoint else []
                 notes += build.half_notes(parts.model, entry.checkpoint)
-                notes += notes_on_cost(parts.penalty, config.penalty.every)
+                notes += parts.penalty.notes() if parts.penalty else []
                 with progress_bar, StopRequest() as stop:
                     for note in notes:
                         progress_bar.say(note, warn="damaged" in note)
@@ -264,14 +263,15 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     micro_batches = run.batches.take(options.gradient_accumulation)
     random_states = checkpoints.torch_states()
     pulls: dict[str, float] | None = {} if run.reads_pulls() else None
+    due = run.penalties_of_step()
     numbers = steps.compute_gradients(
         parts.accelerator,
         parts.prepared,
         run.task,
         micro_batches,
         options,
-        penalty=run.penalty_of_step(parts.penalty),
-        penalty_reads_batch=run.config.penalty.reads_batch,
+        penalty=due.of_batch,
+        weights_penalty=due.of_weights,
         check_targets=check_targets,
         progress=run.progress_of_step(),
         pulls=pulls,
@@ -296,7 +296,9 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         from wellposed.penalize import large_penalty
 
         loss = numbers.loss_sum / max(1, numbers.targets)
-        warning = large_penalty(numbers.penalty / run.config.penalty.every, loss)
+        asked = run.config.penalty
+        every = asked.every if asked.active else asked.bound_every
+        warning = large_penalty(numbers.penalty / every, loss)
         if warning:
             run.progress.warn(warning)
     if state.step % options.log_every == 0 or state.step == options.steps:

@@ -38,6 +38,7 @@ _POWER_STEPS = 6
 _WORK = 5e8
 """Multiply-adds that a search may take for one layer; wide layers get fewer steps."""
 _STEPS = 50
+_TINY = torch.tensor(1e-150, dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,9 @@ def searched_branches(
         grams = _grams(maps, _proposed(maps))
 
     bounds = _proved(maps, grams)
-    used = torch.ones(maps.live.shape, dtype=torch.float64).expand(len(networks), -1).clone()
+    # Of a unit that is not read, or reads nothing: the limits at which it counts nothing.
+    reads = torch.stack([network.weights[0].abs().amax(-1) > 0 for network in networks])
+    used = torch.where(reads, _TINY, 1 / _TINY)
     used[:, maps.live] = grams.multipliers
     return [float(bound) for bound in bounds + maps.excess], used
 

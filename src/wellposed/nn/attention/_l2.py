@@ -23,6 +23,7 @@ from wellposed.linalg import (
 )
 from wellposed.model_options import ContractiveOptions, L2Options
 from wellposed.nn._checks import CheckedModule, check_tokens
+from wellposed.nn._frozen import NormalisesByWeights
 from wellposed.nn._registry import ATTENTIONS, LayerCache
 from wellposed.nn.attention import _l2_bound as l2_bound
 from wellposed.nn.attention import _masks as masks
@@ -30,7 +31,7 @@ from wellposed.nn.attention._heads import head_width, join_heads, split_heads
 from wellposed.options import Rate, Size, Strength
 
 
-class L2SelfAttention(CheckedModule):
+class L2SelfAttention(CheckedModule, NormalisesByWeights):
     """Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; joined by `W_o`.
 
     Certified, if tied (the default): `|F(X) - F(Y)| <= L |X - Y|` for all X, Y; `lipschitz_bound`
