@@ -10,6 +10,8 @@ import pytest
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import flat_options
+from wellposed_lab.cli.arguments import read_request
+from wellposed_lab.cli.train import TrainArguments, with_variant
 from wellposed_lab.compare.variants import VARIANTS, apply_variant, check_options
 from wellposed_lab.training.config import RunConfig, StartOptions
 
@@ -96,6 +98,10 @@ def test_a_penalty_of_the_command_stays_beside_that_of_a_variant(variant):
     alone = apply_variant(variant, BASE).penalty  # whose form is that of its paper
     combined = replace(alone, embedding=1e-6, value=1e-5, every=3, form="paper")
     assert apply_variant(variant, base).penalty == combined
+    options = "--penalty.embedding 1e-6 --penalty.value 1e-5 --penalty.every 3"
+    words = ["--variant", variant, *options.split()]
+    request = read_request("train", BASE.task, words, TrainArguments, "", changed=with_variant)
+    assert request.config.penalty == combined
 
 
 REFUSED = [

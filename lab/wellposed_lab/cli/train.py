@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from wellposed.errors import ConfigError
 from wellposed_lab.cli import arguments
 from wellposed_lab.cli.parser import TypedValues
 from wellposed_lab.training.config import RunConfig
@@ -78,6 +80,8 @@ def with_variant(base: RunConfig, typed: TypedValues) -> RunConfig:
     if "gradient_checkpointing" in train:
         checkpointing = train["gradient_checkpointing"]
         base = replace(base, train=replace(base.train, gradient_checkpointing=checkpointing))
+    with suppress(ConfigError):  # a wrong value is reported later, with all others
+        base = replace(base, penalty=replace(base.penalty, **typed.get("penalty", {})))
     windows = typed.get("task", {}).get("certified_windows")
     if windows is not None:
         base = replace(base, task_options={**base.task_options, "certified_windows": windows})
