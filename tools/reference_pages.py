@@ -1,5 +1,5 @@
 """Write docs/reference: one page a topic, every re-exported public name of the library on it,
-and files of the lab.
+and files and packages of the lab.
 
     python tools/reference_pages.py
 
@@ -68,22 +68,24 @@ def page(title: str, modules: str, used: set[str]) -> str:
     lines = [f"# {title}", ""]
     for module in modules.split():
         path = module.replace(".", "/")
-        if not (SOURCE / path).is_dir():
-            root = "wellposed_lab" if (LAB / f"{path}.py").is_file() else "wellposed"
+        is_of_lab = (LAB / path).is_dir() or (LAB / f"{path}.py").is_file()
+        root, base = ("wellposed_lab", LAB) if is_of_lab else ("wellposed", SOURCE)
+        folder = base / path
+        if not folder.is_dir():
             lines += [f"::: {root}.{module}", ""]
             continue
-        text = (SOURCE / path / "__init__.py").read_text(encoding="utf-8")
+        text = (folder / "__init__.py").read_text(encoding="utf-8")
         described = ast.get_docstring(ast.parse(text)) or ""
-        lines += [f"## wellposed.{module}", "", described, ""]
+        lines += [f"## {root}.{module}", "", described, ""]
         names = sorted(set(re.findall(r"\b(\w+) as \1\b", text)))
-        first = used | returned_by(SOURCE / path, used & {*names})
+        first = used | returned_by(folder, used & {*names})
         for name in filter(first.__contains__, names):
-            lines += [f"::: wellposed.{module}.{name}", ""]
+            lines += [f"::: {root}.{module}.{name}", ""]
         others = [name for name in names if name not in first]
         if others:
-            lines += [f"### Further names of wellposed.{module}, most for extensions", ""]
+            lines += [f"### Further names of {root}.{module}, most for extensions", ""]
         for name in others:
-            lines += [f"::: wellposed.{module}.{name}", ""]
+            lines += [f"::: {root}.{module}.{name}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from wellposed.certification import certified_bound, certify
+from wellposed.certification.bounds import Matrix, Slopes, network_of
 from wellposed.errors import ConfigError, NotLipschitzError
 from wellposed.models import WellposedConfig, WellposedModel
 from wellposed.nn import MLP, InvertibleResidual, MaxMinFeedForward
@@ -20,22 +21,11 @@ def _body(**options):
     return WellposedModel(WellposedConfig(**{**sizes, "attention": "l2_tied", **options}))
 
 
-def _with_dead_units():
-    """One hidden unit is not read, and one reads nothing."""
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    with torch.no_grad():
-        net[0].weight[0] *= 10
-        net[2].weight[:, 0] = 0
-        net[0].weight[1] = 0
-    return net
-
-
 NETS = {
     "one linear map": lambda: nn.Linear(6, 4),
     "feed-forward": lambda: MLP(6, 12),
     "with its skip": lambda: InvertibleResidual(MLP(6, 12)),
     "maxmin with its skip": lambda: InvertibleResidual(MaxMinFeedForward(6, 12)),
-    "dead units": _with_dead_units,
     "chain": lambda: nn.Sequential(
         nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
     ),
@@ -61,6 +51,12 @@ def test_the_gradient_predicts_the_change_of_the_certificate(name, norm):
     if name == "block":
         # The attention counts as a constant, so its weights have no gradient.
         assert module.layers[0].attention.v_proj.weight.grad is None
+    lowered = _lowered(module, float(bound.detach()), asked)
+    assert (0.6 if norm == "tok" else 0.1) < lowered < 1.5
+
+
+def _lowered(module, bound, asked):
+    """Return how far a step along the gradient lowers the logarithm, beside what it predicts."""
     gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
     steepness = sum(float(gradient.square().sum()) for gradient in gradients)
     # A step that lowers the logarithm by 0.01 if the bound were smooth; it is a maximum.
@@ -71,8 +67,118 @@ def test_the_gradient_predicts_the_change_of_the_certificate(name, norm):
             if weight.grad is not None:
                 other -= predicted / steepness * weight.grad
     after = certify(moved, **asked, cross_check=False).total
-    lowered = math.log(float(bound.detach()) / after)
-    assert (0.6 if norm == "tok" else 0.1) * predicted < lowered < 1.5 * predicted
+    return math.log(bound / after) / predicted
+
+
+def _long_chain():
+    widths = [(5, 8), (8, 8), (8, 8), (8, 3)]
+    maps = [nn.Linear(*shape) for shape in widths]
+    return nn.Sequential(*[part for linear in maps for part in (linear, nn.ReLU())][:-1])
+
+
+WITH_UNITS = {
+    "feed-forward": lambda: MLP(6, 12),
+    "with its skip": lambda: InvertibleResidual(MLP(6, 12)),
+    "maxmin": lambda: MaxMinFeedForward(6, 12),
+    "maxmin with its skip": lambda: InvertibleResidual(MaxMinFeedForward(6, 12)),
+}
+
+
+def _unread(first, second):
+    first.weight[0] *= 10
+    second.weight[:, 0] = 0
+
+
+def _constant(first, second):
+    second.weight[:, 1] *= 10
+    first.weight[1] = 0
+
+
+def _both(first, second):
+    _unread(first, second)
+    _constant(first, second)
+
+
+def _half_of_them(first, second):
+    first.weight[::2] = 0
+    second.weight[:, 1::4] = 0
+
+
+IDLE = {_unread: [0], _constant: [1], _both: [0, 1], _half_of_them: [0, 1, 2, 4, 5, 6]}
+
+
+@pytest.mark.parametrize("idle", IDLE)
+@pytest.mark.parametrize("name", WITH_UNITS)
+def test_units_that_do_nothing_leave_the_gradient_right(name, idle):
+    torch.manual_seed(0)
+    module = WITH_UNITS[name]().double().eval()
+    first, second = [part for part in module.modules() if isinstance(part, nn.Linear)][:2]
+    with torch.no_grad():
+        idle(first, second)
+    bound = certified_bound(module, seq_len=3)
+    bound.log().backward()
+    assert 0.6 < _lowered(module, float(bound.detach()), {"seq_len": 3}) < 1.5
+
+
+def _without(net, units):
+    """Return the net without some units of its first hidden layer."""
+    smaller = copy.deepcopy(net)
+    first, second = [part for part in smaller.modules() if isinstance(part, nn.Linear)][:2]
+    remaining = [unit for unit in range(len(first.weight)) if unit not in units]
+    first.weight = nn.Parameter(first.weight.detach()[remaining])
+    first.bias = nn.Parameter(first.bias.detach()[remaining])
+    second.weight = nn.Parameter(second.weight.detach()[:, remaining])
+    return smaller, remaining
+
+
+NETWORKS = {
+    "two maps": ((6, 8, 6), nn.GELU),
+    "three maps": ((6, 8, 8, 6), nn.ReLU),
+    "four maps": ((6, 8, 8, 8, 6), nn.ReLU),
+    "three maps, tanh": ((6, 8, 8, 6), nn.Tanh),
+}
+
+
+@pytest.mark.parametrize("has_skip", [False, True])
+@pytest.mark.parametrize("idle", IDLE)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_units_that_do_nothing_change_neither_bound_nor_gradient(name, idle, has_skip):
+    torch.manual_seed(0)
+    widths, activation = NETWORKS[name]
+    maps = [nn.Linear(*shape) for shape in itertools.pairwise(widths)]
+    net = nn.Sequential(*[part for linear in maps for part in (linear, activation())][:-1])
+    net = InvertibleResidual(net).double() if has_skip else net.double()
+    with torch.no_grad():
+        idle(*maps[:2])
+    smaller, remaining = _without(net, IDLE[idle])
+    bounds = [certified_bound(module, seq_len=3) for module in (net, smaller)]
+    torch.testing.assert_close(*bounds, rtol=1e-12, atol=0)
+    for bound in bounds:
+        bound.backward()
+    first, second = (module.grad for module in (maps[0].weight, maps[1].weight))
+    others = [part.weight.grad for part in smaller.modules() if isinstance(part, nn.Linear)]
+    torch.testing.assert_close(first[remaining], others[0], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(second[:, remaining], others[1], rtol=1e-9, atol=1e-12)
+    for linear, other in zip(maps[2:], others[2:], strict=True):
+        torch.testing.assert_close(linear.weight.grad, other, rtol=1e-9, atol=1e-12)
+    # Moving a weight that no other reads changes nothing at first.
+    assert not first[IDLE[idle]].any()
+
+
+def test_a_unit_read_by_one_that_does_nothing_does_nothing():
+    net = _long_chain().double()
+    with torch.no_grad():
+        net[4].weight[:, 2] = 0  # so what the third unit of the second layer alone reads is idle
+        net[2].weight[:, 5] = 0
+        net[2].weight[2, 5] = 1e6
+    network = network_of(
+        [Matrix(part.weight) if isinstance(part, nn.Linear) else Slopes(0, 1) for part in net]
+    )
+    first, second, third = network.units_in_use()
+    assert [int(unit) for unit in (~first).nonzero()] == [5]
+    assert [int(unit) for unit in (~second).nonzero()] == [2]
+    assert bool(third.all())
+    assert certify(net, cross_check=False).total < 1e3
 
 
 @pytest.mark.parametrize("widths", [(5, 8, 8, 3), (5, 8, 8, 4, 3), (5, 8, 8, 4, 4, 3)])

@@ -11,7 +11,7 @@ from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import flat_options
 from wellposed_lab.cli.arguments import read_request
-from wellposed_lab.cli.train import TrainArguments, with_variant
+from wellposed_lab.cli.train import SCALED, TrainArguments, with_variant
 from wellposed_lab.compare.variants import VARIANTS, apply_variant, check_options
 from wellposed_lab.training.config import RunConfig, StartOptions
 
@@ -62,21 +62,36 @@ def with_options(base, values):
 OPTIONS = list(every_option())
 
 
+def typed_values(values):
+    """The options as the parser of the command line returns them."""
+    tables = {}
+    for name, value in values.items():
+        section, _, short = name.partition(".")
+        tables.setdefault(section, {})[short] = value
+    return tables
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_every_option_reaches_a_variant_or_is_refused_by_name(variant):
+    """And train gives it to the variant as compare does."""
     reached = 0
     for name, value in OPTIONS:
         section, _, short = name.partition(".")
         needed = {**NEEDED.get(section, {}), **NEEDED.get(short, {})}
+        values = {**needed, name: value}
         try:
-            base = with_options(BASE, {**needed, name: value})
-            reached_value, other = (
-                flat_options(apply_variant(variant, config).to_dict()).get(name)
-                for config in (base, with_options(BASE, {**needed, name: DEFAULTS.get(name)}))
-            )
+            base = with_options(BASE, values)
+            usual = with_options(BASE, {**needed, name: DEFAULTS.get(name)})
+            applied, other = (apply_variant(variant, config) for config in (base, usual))
         except ConfigError:
             continue  # a pair of options that is refused by name
+        if short not in SCALED:
+            typed = {"command": {"variant": variant}, **typed_values(values)}
+            assert with_variant(BASE, typed) == applied, (name, value)
+        reached_value, other_value = (
+            flat_options(config.to_dict()).get(name) for config in (applied, other)
+        )
         try:
             message = "".join(check_options(base, [variant]))
         except ConfigError as refused:
@@ -84,8 +99,68 @@ def test_every_option_reaches_a_variant_or_is_refused_by_name(variant):
             if any(required in message for required in needed):
                 continue
         reached += reached_value == value
-        assert reached_value == value or reached_value != other or name in message, (name, value)
+        assert reached_value == value or reached_value != other_value or name in message, (
+            name,
+            value,
+        )
     assert reached > 20
+
+
+def read_train(variant, options):
+    words = ["--variant", variant, *options.split()]
+    return read_request("train", BASE.task, words, TrainArguments, "", changed=with_variant).config
+
+
+TYPED = {
+    "a width that a variant derives from another": (
+        "ngpt",
+        "--hidden-size 96 --num-attention-heads 4",
+        "model.intermediate_size",
+        256,
+    ),
+    "a share of the steps": ("post_ln_warmup", "--steps 50", "train.warmup_steps", 5),
+    "a width of its own": (
+        "ngpt",
+        "--hidden-size 96 --intermediate-size 64",
+        "model.intermediate_size",
+        64,
+    ),
+    "a rate is not multiplied": ("lipschitz", "--learning-rate 0.5", "train.learning_rate", 0.5),
+    "nor one that, multiplied, the optimizer refuses": (
+        "lipschitz",
+        "--learning-rate 0.5 --optimizer scion",
+        "train.learning_rate",
+        0.5,
+    ),
+    "a scale in place of a variant's": ("lipschitz", "--logit-scale 3", "train.logit_scale", 3.0),
+    "an option that only the variant's model has": (
+        "lipschitz:4",
+        "--ball-temperature 0.7",
+        "model.ball_temperature",
+        0.7,
+    ),
+    "warm-up that a variant drops": ("t_fixup", "--warmup-steps 7", "train.warmup_steps", 7),
+}
+
+
+@pytest.mark.parametrize("case", TYPED)
+def test_typed_options_beside_a_variant(case):
+    variant, options, name, expected = TYPED[case]
+    assert flat_options(read_train(variant, options).to_dict())[name] == expected
+
+
+@pytest.mark.parametrize(
+    "options", ["--dropout 7", "--num-attention-heads 0", "--schedule kim2021"]
+)
+def test_a_wrong_option_beside_a_variant_is_refused_as_without_one(options):
+    messages = set()
+    for variant in ("post_ln", "lipschitz:4"):
+        with pytest.raises(ConfigError) as refused:
+            read_train(variant, options)
+        messages.add(str(refused.value))
+    with pytest.raises(ConfigError) as refused:
+        read_request("train", BASE.task, options.split(), TrainArguments, "")
+    assert messages == {str(refused.value)}
 
 
 @pytest.mark.parametrize(
@@ -99,9 +174,7 @@ def test_a_penalty_of_the_command_stays_beside_that_of_a_variant(variant):
     combined = replace(alone, embedding=1e-6, value=1e-5, every=3, form="paper")
     assert apply_variant(variant, base).penalty == combined
     options = "--penalty.embedding 1e-6 --penalty.value 1e-5 --penalty.every 3"
-    words = ["--variant", variant, *options.split()]
-    request = read_request("train", BASE.task, words, TrainArguments, "", changed=with_variant)
-    assert request.config.penalty == combined
+    assert read_train(variant, options).penalty == combined
 
 
 REFUSED = [

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
@@ -156,6 +157,30 @@ def base_config(task: str, typed: parser.TypedValues) -> configs.RunConfig:
     return _with_typed_length(base, typed.get("train", {}))
 
 
+def with_typed(base: configs.RunConfig, typed: parser.TypedValues) -> configs.RunConfig:
+    """Return ``base`` with the typed options that it can have: those of a section together, or each
+    that is right alone. Nothing is refused: `read_request` does it, for the result of a variant."""
+    for section in (*SECTIONS, "start"):
+        values = {name: v for name, v in typed.get(section, {}).items() if name != "model"}
+        if not values:
+            continue
+        try:
+            base = _with_section(base, section, values)
+        except ConfigError:
+            for name, value in values.items():
+                with suppress(ConfigError):
+                    base = _with_section(base, section, {name: value})
+    task_options = {**base.task_options, **typed.get("task", {})}
+    return dataclasses.replace(base, task_options=task_options)
+
+
+def _with_section(
+    base: configs.RunConfig, section: str, values: Mapping[str, Any]
+) -> configs.RunConfig:
+    changed = dataclasses.replace(getattr(base, section), **values)
+    return dataclasses.replace(base, **{section: changed})
+
+
 def _with_typed_length(base: configs.RunConfig, typed: Mapping[str, Any]) -> configs.RunConfig:
     """Return ``base`` without its epochs if steps are typed; both are refused."""
     steps = typed.get("steps")
@@ -253,7 +278,7 @@ class Request(Generic[CommandArguments]):
     config: configs.RunConfig
     """The run, with the typed options."""
     base: configs.RunConfig
-    """The run without them."""
+    """The run before they were put into it."""
     command: CommandArguments
     """The options of the command itself."""
     typed: parser.TypedValues

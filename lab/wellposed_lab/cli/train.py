@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.errors import ConfigError
 from wellposed_lab.cli import arguments
 from wellposed_lab.cli.parser import TypedValues
 from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.loop.processes import is_first, is_one_of_several
+
+SCALED = ("learning_rate", "gamma")
+"""Rates that variants multiply. Typed ones are not multiplied: they are those of the run."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,12 @@ def run(words: Sequence[str]) -> int:
 
 
 def with_variant(base: RunConfig, typed: TypedValues) -> RunConfig:
-    """Return ``base`` as the variant of ``--variant`` has it."""
+    """Return ``base`` as the variant of ``--variant`` has it, which sees the typed options."""
     variant = typed.get("command", {}).get("variant")
     if not variant:
         return base
 
     from wellposed_lab.compare.variants import apply_variant
 
-    # Some variants depend on these.
-    train = typed.get("train", {})
-    if (train.get("margin_loss") or "").startswith("words"):
-        base = replace(base, train=replace(base.train, margin_loss=train["margin_loss"]))
-    if "gradient_checkpointing" in train:
-        checkpointing = train["gradient_checkpointing"]
-        base = replace(base, train=replace(base.train, gradient_checkpointing=checkpointing))
-    with suppress(ConfigError):  # a wrong value is reported later, with all others
-        base = replace(base, penalty=replace(base.penalty, **typed.get("penalty", {})))
-    windows = typed.get("task", {}).get("certified_windows")
-    if windows is not None:
-        base = replace(base, task_options={**base.task_options, "certified_windows": windows})
-    return apply_variant(variant, base)
+    train = {name: value for name, value in typed.get("train", {}).items() if name not in SCALED}
+    return apply_variant(variant, arguments.with_typed(base, {**typed, "train": train}))

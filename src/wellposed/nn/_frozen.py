@@ -1,7 +1,8 @@
-"""Layers that normalise by their weights do so once, where no weight changes."""
+"""Layers that normalise by their weights do so once while no weight changes."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -9,17 +10,17 @@ from typing import Any
 from torch import nn
 
 
-class NormalisesByWeights:
+class NormalisesByWeights(ABC):
     """A layer that divides by a bound of its weights, and can keep it while none changes."""
 
+    @abstractmethod
     def frozen(self, layers: Any = None) -> AbstractContextManager[None]:
         """Promise that no weight changes inside: the bound is computed once, or not at all if given."""
-        raise NotImplementedError
 
 
 @contextmanager
 def frozen(module: nn.Module, arguments_of: Mapping[int, Any] | None = None) -> Iterator[None]:
-    """Compute what layers normalise by once for all calls inside, where no weight may change.
+    """Compute what layers normalise by once for all calls inside. No weight may change there.
 
     Status: exact; outputs are the same, bit for bit. Only layers of this library take part, such as
     a contractive `L2SelfAttention`: another module may mean something else by ``frozen``.

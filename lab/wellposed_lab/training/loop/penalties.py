@@ -32,7 +32,8 @@ class BoundPenalty:
         strength: Factor of the logarithm.
 
     Raises:
-        ConfigError: the model has no bound on all inputs, the bound is 0, or no weight changes it.
+        ConfigError: the model has no bound on all inputs, the bound is 0, or no weight is trained;
+            at a call, if none that is trained changes the bound.
 
     Cost: a certificate and its backward pass in float64 on the CPU at each call.
     """
@@ -41,19 +42,16 @@ class BoundPenalty:
         self._model = model
         self._strength = strength
         self._tokens = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        self._check_parts()
         began = perf_counter()
-        try:
-            self._bound()
-        except ConfigError as error:
-            raise ConfigError(f"penalty.bound = {strength:g}: {error}") from error
+        self._check()
         self.seconds = perf_counter() - began
-        """How long the first bound took."""
+        """How long a first certificate took."""
 
     def __call__(self) -> Tensor:
         device = next(self._model.parameters()).device
         try:
-            bound = self._bound()
+            with self._evaluating(), torch.enable_grad():
+                bound = certified_bound(self._model, seq_len=self._tokens)
         except NotLipschitzError:
             return torch.tensor(math.inf, device=device)
         return self._strength * bound.log().to(device, torch.float32)
@@ -61,11 +59,7 @@ class BoundPenalty:
     def remove(self) -> None:
         """Nothing is attached to the model."""
 
-    def _bound(self) -> Tensor:
-        with self._evaluating(), torch.enable_grad():
-            return certified_bound(self._model, seq_len=self._tokens)
-
-    def _check_parts(self) -> None:
+    def _check(self) -> None:
         """Refuse parts without a bound, also those that count nothing yet: a ReZero residual starts
         at 0 times its branch."""
         with self._evaluating():
@@ -78,10 +72,12 @@ class BoundPenalty:
             reasons = ["the product overflows"]
         if not reasons and certificate.total == 0:
             reasons = ["it is 0, as some map is constant"]
+        if not any(weight.requires_grad for weight in self._model.parameters()):
+            reasons.append("no weight is trained")
         if reasons:
             raise ConfigError(
-                f"penalty.bound = {self._strength:g} needs a Lipschitz bound on all inputs, other than 0:"
-                f" {shortened(reasons)}; give --penalty.bound 0, or a variant with a bound, such as"
+                f"penalty.bound = {self._strength:g} needs a Lipschitz bound on all inputs, other than 0, to"
+                f" train: {shortened(reasons)}; give --penalty.bound 0, or a variant with a bound, such as"
                 " lipschitz"
             )
 
@@ -96,7 +92,7 @@ class BoundPenalty:
                 part.training = was_training
 
 
-@dataclass(frozen=True)
+@dataclass
 class Term:
     """A penalty, added at every ``every``-th step, that many times as strong."""
 
@@ -104,12 +100,17 @@ class Term:
     every: int
     reads_batch: bool
     """Whether it depends on the batch, as affinities do, not on weights alone."""
+    last: Tensor | None = None
+    """Its latest value in a step, without the factor ``every``."""
 
     def of_step(self, step: int) -> Penalty | None:
         """Return what the step after ``step`` others adds, or None."""
-        if step % self.every:
-            return None
-        return self.penalty if self.every == 1 else lambda: self.penalty() * self.every
+        return None if step % self.every else self._scaled
+
+    def _scaled(self) -> Tensor:
+        value = self.penalty()
+        self.last = value.detach()
+        return value if self.every == 1 else value * self.every
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,10 @@ class Penalties:
             for reads_batch in (True, False)
         )
         return Due(_summed(batch), _summed(weights))
+
+    def last_value(self) -> float:
+        """Return the sum of their latest values in steps, without the factors of their periods."""
+        return sum(float(term.last) for term in self.terms if term.last is not None)
 
     def last_step(self, steps: int) -> int:
         """Return the number of steps before the last one with a penalty."""

@@ -296,9 +296,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         from wellposed.penalize import large_penalty
 
         loss = numbers.loss_sum / max(1, numbers.targets)
-        asked = run.config.penalty
-        every = asked.every if asked.active else asked.bound_every
-        warning = large_penalty(numbers.penalty / every, loss)
+        warning = large_penalty(parts.penalty.last_value(), loss)
         if warning:
             run.progress.warn(warning)
     if state.step % options.log_every == 0 or state.step == options.steps:

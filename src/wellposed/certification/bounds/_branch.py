@@ -38,7 +38,7 @@ _POWER_STEPS = 6
 _WORK = 5e8
 """Multiply-adds that a search may take for one layer; wide layers get fewer steps."""
 _STEPS = 50
-_TINY = torch.tensor(1e-150, dtype=torch.float64)
+_TINY = 1e-150
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +108,8 @@ def searched_branches(
         grams = _grams(maps, _proposed(maps))
 
     bounds = _proved(maps, grams)
-    # Of a unit that is not read, or reads nothing: the limits at which it counts nothing.
-    reads = torch.stack([network.weights[0].abs().amax(-1) > 0 for network in networks])
-    used = torch.where(reads, _TINY, 1 / _TINY)
+    # The slope of the others is known: at the limit 0 they count nothing.
+    used = torch.full((len(networks), len(maps.live)), _TINY, dtype=torch.float64)
     used[:, maps.live] = grams.multipliers
     return [float(bound) for bound in bounds + maps.excess], used
 

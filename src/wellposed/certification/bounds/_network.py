@@ -79,6 +79,32 @@ class Network:
         are_usual = (weight.numel() and _has_usual_size(weight) for weight in self.weights)
         return self.excess < _LARGEST and all(are_usual)
 
+    def units_in_use(self) -> list[Tensor]:
+        """Return by hidden layer which units are not constant, and reach the output; all of them if
+        a layer has none."""
+        used = [(mid != 0) | (half != 0) for mid, half in self.slopes]
+        # A pass may leave units idle of the layers before, so there are as many as layers.
+        for _ in used:
+            for index, mask in enumerate(used):
+                reads = self.weights[index][:, used[index - 1]] if index else self.weights[0]
+                read_by = self.weights[index + 1]
+                read_by = read_by[used[index + 1]] if index + 1 < len(used) else read_by
+                mask &= (reads != 0).any(1) & (read_by != 0).any(0)
+        return used if all(mask.any() for mask in used) else [torch.ones_like(m) for m in used]
+
+    def only(self, units: Sequence[Tensor]) -> Network:
+        """Return the same map of some hidden units, if the others change nothing."""
+        rows = [*units, slice(None)]
+        columns = [slice(None), *units]
+        remaining = zip(self.weights, rows, columns, strict=True)
+        weights = tuple(weight[row][:, column] for weight, row, column in remaining)
+        slopes = zip(self.slopes, units, strict=True)
+        return replace(
+            self,
+            weights=weights,
+            slopes=tuple((mid[unit], half[unit]) for (mid, half), unit in slopes),
+        )
+
 
 @on_the_cpu
 def network_of(links: Sequence[Link]) -> Network | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,13 +59,20 @@ def tightest_bound(links: Sequence[Link], skip: float = 0.0, scale: float = 1.0)
     if network is None or not network.is_usual:
         return NO_BOUND
 
+    # An idle unit has no best multiplier: it is 0, or infinite.
+    units = network.units_in_use()
+    used = network.only(units)
     try:
         if is_isometric:
-            return _of_chain(0.0, scale, *unsearched_chain(network, scale))
-        return _by_depth(network, skip, scale)
+            tight = _of_chain(0.0, scale, *unsearched_chain(used, scale))
+        else:
+            tight = _by_depth(used, skip, scale)
     except torch.linalg.LinAlgError:
         # An eigenvalue of a search that does not converge; other forms remain.
         return NO_BOUND
+
+    live = tight.live
+    return tight if live is None else replace(tight, live=lambda changed: live(changed.only(units)))
 
 
 def _by_depth(network: Network, skip: float, scale: float) -> Tight:
