@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from wellposed_studies.frontier.method_data import CLASSIFIER, NANOGPT, OUR_MODELS, Training
@@ -90,6 +91,8 @@ class Started:
     device: str
     rates: list[float]
     """The largest rate of each group."""
+    products: AbstractContextManager[object] = field(default_factory=nullcontext)
+    """Context of the optimizer's steps; costs are measured without one."""
 
     def step(self, number: int, batch: Batch) -> float:
         """Train on a batch, and return its loss."""
@@ -105,7 +108,8 @@ class Started:
         loss = task_loss if penalty is None else task_loss + penalty()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        optimizer.step()
+        with self.products:
+            optimizer.step()
         return float(task_loss.detach())
 
 
@@ -124,7 +128,9 @@ def start(training: Training, data: Data) -> Started:
 
 def train(training: Training, data: Data) -> dict[str, Any]:
     """Return what a training found: its least and last loss on valid, its cost, and its end."""
-    started = start(training, data)
+    from wellposed_studies.frontier.emulated_products import bfloat16_products
+
+    started = replace(start(training, data), products=bfloat16_products())
     every = max(1, training.steps // EVALUATIONS)
     losses: list[float] = []
     seconds = 0.0

@@ -125,7 +125,8 @@ def methods(request: Request) -> Reproduction:
         {WITHIN:g} nats of its public loss {LEVEL:g} at its rate. The medium scale is its 6 layers of
         width 384, for a GPU.
     Note: rates are tried by half decades with one seed, and up to {WIDER} more at each end while the best
-        is there. Decay is 0.1 for every method that reads it.
+        is there. Decay is 0.1 for every method that reads it. On a CPU without instructions for bfloat16
+        the products of Muon run in float32 and are rounded, equal to the order of sums.
     Note: nothing is judged unless both baselines need their blocks, and are better than the best constant
         and a table of pairs of characters. Losses do not level off in so few steps: equal steps are
         compared, not ends of training.
