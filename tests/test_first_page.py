@@ -3,7 +3,6 @@ the extra that the page names, and its numbers are those of the committed rows."
 
 import csv
 import importlib.metadata
-import itertools
 import os
 import re
 import runpy
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from packaging.requirements import Requirement
@@ -117,37 +115,29 @@ def test_an_environment_of_an_extra_has_nothing_else(environment, tmp_path):
         assert done.stdout.strip() == "[]", done.stderr
 
 
-def best_loss(rows, model):
-    """Return the mean test loss at the rate with the least mean loss on valid."""
-    ours = [row for row in rows if row["model"] == model]
-    rates = {
-        rate: [*rows_at_rate]
-        for rate, rows_at_rate in itertools.groupby(ours, key=lambda row: float(row["rate"]))
-    }
-    mean = lambda rate, split: fmean(float(row[split]) for row in rates[rate])  # noqa: E731
-    best = min(rates, key=lambda rate: mean(rate, "valid"))
-    return best, mean(best, "test")
+CAPPED = {"Muon": "spectral cap, Muon", "AdamW": "spectral cap"}
 
 
-def test_the_losses_of_the_page_are_those_of_its_own_lines():
-    """Of the bound and the rates in the block, and of the tie at another bound."""
-    file = ROOT / "benchmarks" / "reproduction" / "frontier-rates.csv"
+def test_the_losses_of_the_page_are_those_of_the_study():
+    """Of each method at its best rate, and of the cap of the first change."""
+    file = ROOT / "benchmarks" / "reproduction" / "frontier-methods.csv"
     rows = [*csv.DictReader(file.read_text("utf-8").splitlines())]
+    best = {row["method"]: row for row in rows if row["model"] == "ours"}
+    text = README.partition("Least loss")[2].partition("\n\n")[0].partition("):\n")[2]
+    printed = {}
+    for part in text.rstrip(". ").split("; "):
+        name, plain, capped = re.fullmatch(
+            r"(\w+) ([\d.]+)(?:, with a cap ([\d.]+))?", part
+        ).groups()
+        printed[name] = plain
+        if capped:
+            printed[CAPPED[name]] = capped
+    assert printed == {name: f"{float(best[name]['valid']):.3f}" for name in printed}
+    assert {*CAPPED, *CAPPED.values()} <= printed.keys()
+    losses = sorted(float(row["valid"]) for row in best.values())
+    rivals = [row for name, row in best.items() if name not in CAPPED]
+    assert min(rivals, key=lambda row: float(row["valid"]))["method"] in printed
+    assert f"{losses[0]:.3f}" in printed.values()
     block = CHANGES[0].block
-    before, after = (
-        float(re.search(rf"^\{sign}.*lr=(\S+?)\)", block, re.MULTILINE)[1]) for sign in "-+"
-    )
-    (bound,) = re.findall(r'bound="rms:(\d)"', block)
-    text = README.partition("each side's best rate.")[2].partition("\n\n")[0].replace("\n", " ")
-    post, pre = text.split("Pre-LN:")
-    first, *others = re.findall(r"(?:with `rms:(\d)` |loss )(\d\.\d\d)", post)
-    assert [radius for radius, _ in others] == [bound, "2"]
-    printed = {"post-LN": [float(first[1]), *(float(loss) for _, loss in others)]}
-    printed["pre-LN"] = [float(loss) for loss in re.findall(r"\d\.\d\d", pre)]
-    for norm, losses in printed.items():
-        models = (norm, f"{norm} capped at {bound}", f"{norm} capped at 2")
-        assert losses == [round(best_loss(rows, model)[1], 2) for model in models]
-    assert best_loss(rows, "post-LN")[0] == before
-    assert best_loss(rows, f"post-LN capped at {bound}")[0] == after
-    assert "(tie)" in post
-    assert printed["post-LN"][0] == printed["post-LN"][2]
+    assert f"lr={float(best['AdamW']['rate']):g}" in block.replace("3e-3", "0.003")
+    assert 'bound="rms:2"' in block

@@ -259,7 +259,7 @@ class TestInBrowser:
 
 def test_letters_of_the_front_page_can_be_read_on_a_phone():
     """A picture is scaled down to the 374 pixels of the text; the legend has letters of 8 points."""
-    picture = (ROOT / "docs" / "assets" / "gallery" / "rates.svg").read_text("utf-8")
+    picture = (ROOT / "docs" / "assets" / "gallery" / "methods.svg").read_text("utf-8")
     width = float(re.search(r'width="([\d.]+)pt"', picture)[1])
     sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:[a-z]+ )?([\d.]+)px", picture)]
     assert len(sizes) > 10

@@ -1,11 +1,13 @@
 """``reproduce frontier/methods``: its search, schedule and verdict by hand, one run of each method, and a
 study of seconds that resumes."""
 
+import csv
 import json
 import math
-import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_methods_read_the_same_batches_and_the_loss_is_by_hand():
 
 
 def tried(method, losses, by_rate=None):
-    runs = [{"valid": loss} for loss in losses]
+    runs = [{"valid": loss, "needs_blocks": True} for loss in losses]
     return study.Tried("ours", method, by_rate or {1e-3: losses[0]}, runs, 2.0, 2.0, 0)
 
 
@@ -183,31 +185,44 @@ def test_the_table_of_pairs_is_counted_by_hand_and_idle_blocks_are_named():
     idle.runs[1]["needs_blocks"] = False
     (reason,) = study.unfit([idle], text)
     assert reason == "not judged: Muon as good on train with blocks that return their inputs"
+    unknown = tried("Muon", [0.0] * 3)
+    for run in unknown.runs:
+        run["needs_blocks"] = None
+    (reason,) = study.unfit([unknown], text)
+    assert reason == "not judged: no seed of Muon says whether it needs its blocks"
 
 
-def test_the_page_quotes_the_trainings_that_are_kept():
-    root = Path(__file__).parents[2]
-    store = Store(root / "benchmarks" / "reproduction" / "frontier-methods-mini.jsonl")
-    by_method = {}
-    for key, result in store.results.items():
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_committed_row_is_that_of_the_committed_trainings():
+    folder = ROOT / "benchmarks" / "reproduction"
+    trainings = {}
+    for key, result in Store(folder / "frontier-methods-mini.jsonl").results.items():
         training = json.loads(key)
-        if training["model"] == "ours" and training["seed"] == 0:
-            by_method.setdefault(training["method"], {})[training["rate"]] = result["valid"]
-    expected = {
-        name: (str(len(losses)), f"{min(losses, key=losses.get):g}", f"{min(losses.values()):.3f}")
-        for name, losses in by_method.items()
-        if len(losses) >= 3  # fewer are no search yet
-    }
-    page = (root / "docs" / "howto" / "choose.md").read_text("utf-8")
-    rows = re.findall(r"^\| ([^|]+) \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
-    assert {name: tuple(numbers) for name, *numbers in rows} == expected
-    for name, (_, rate, _) in expected.items():
-        first = study.training_of(study.sizes_of(Request("mini", root)), "ours", name, float(rate))
-        seeds = [store.find(replace(first, seed=seed)) for seed in range(3)]
-        losses = [f"{result['valid']:.3f}" for result in seeds if result is not None]
-        assert len(losses) == 1 or f"{', '.join(losses)}" in page
-    nanogpt = study.training_of(study.sizes_of(Request("mini", root)), "gpt2", "AdamW", 1e-3)
+        if training["warmup"] and training["layers"] == 4 and training["model"] != study.NANOGPT:
+            rates = trainings.setdefault((training["model"], training["method"]), {})
+            rates.setdefault(training["rate"], {})[training["seed"]] = result["valid"]
+    file = folder / "frontier-methods.csv"
+    rows = [*csv.DictReader(file.read_text("utf-8").splitlines())]
+    assert {(row["model"], row["method"]) for row in rows} == trainings.keys()
+    for row in rows:
+        by_rate = trainings[row["model"], row["method"]]
+        best = min(by_rate, key=lambda rate: by_rate[rate][0])
+        assert float(row["rate"]) == best
+        assert row["by_seed"].split() == [f"{by_rate[best][n]:.4f}" for n in sorted(by_rate[best])]
+        assert float(row["valid"]) == pytest.approx(fmean(by_rate[best].values()), rel=1e-12)
+        assert len(row["rates"].split()) == len(by_rate)
+
+
+def test_the_page_quotes_the_committed_row():
+    page = (ROOT / "docs" / "howto" / "choose.md").read_text("utf-8")
+    tool = runpy.run_path(str(ROOT / "tools" / "method_table.py"))
+    assert tool["page"](page) == page, "run python -m tools.method_table"
+    store = Store(ROOT / "benchmarks" / "reproduction" / "frontier-methods-mini.jsonl")
+    nanogpt = study.training_of(study.sizes_of(Request("mini", ROOT)), "gpt2", "AdamW", 1e-3)
     assert f"ends at {store.find(nanogpt)['valid']:.3f} here" in page
+    assert len(METHODS) == 20
 
 
 def test_a_text_is_cut_at_nine_tenths(tmp_path):
@@ -249,6 +264,7 @@ def test_a_study_that_ran_out_of_time_says_so_and_goes_on(tmp_path, monkeypatch)
     assert methods == ["AdamW", "Muon", "Scion"]
     assert {row["seeds"] for row in first.result.rows} == {1}
     assert first.result.notes[0].startswith("running: 3 trainings have ended, ")
+    assert first.result.missing > 3
     assert first.result.holds is None
     assert RECIPES.get("frontier/methods").kind("mini") == "trained"
     assert first.result.size["seeds"] == 1
@@ -256,6 +272,7 @@ def test_a_study_that_ran_out_of_time_says_so_and_goes_on(tmp_path, monkeypatch)
     assert "width 16, depth 1" in first.row()
     second = reproduce("frontier/methods", scale="toy", out=out, data=str(path))
     assert len(second.result.rows) == 9
+    assert second.result.missing == 0
     assert not any("running" in note for note in second.result.notes)
     with pytest.raises(ConfigError, match="reads no minutes, received minutes=3"):
         reproduce("frontier/depth", scale="toy", out=out, minutes=3)

@@ -140,6 +140,22 @@ def test_a_row_whose_numbers_have_changed_is_stale_and_made_again(tmp_path, monk
 
 
 @pytest.mark.slow
+def test_a_row_with_missing_trainings_is_running_and_continued(tmp_path, monkeypatch):
+    make(monkeypatch)
+    _, page = run_all(tmp_path)
+    name = "frontier/methods"
+    path = tmp_path / "out" / f"{file_stem(name)}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "missing": 2}))
+    text = reproduction_page(tmp_path / "out")
+    (words,) = re.findall(rf"<summary>{name} \(mini\): (.*)</summary>", text)
+    assert words.endswith(", running: 2 missing")
+    ran = make(monkeypatch)
+    assert run_all(tmp_path)[0] == 0
+    assert ran == [name]
+    assert "running" not in section(page.read_text(), name).partition("| notes")[0]
+
+
+@pytest.mark.slow
 def test_what_lacks_data_is_named_and_left_out(tmp_path, monkeypatch, capsys):
     make(monkeypatch, lacks_data="mcgrath2024/qr")
     status, page = run_all(tmp_path)

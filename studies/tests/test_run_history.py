@@ -116,6 +116,22 @@ def test_the_same_run_is_kept_once_with_its_last_verdict():
     assert not leads(first, {**first, "scale": "toy"})
 
 
+def test_a_run_that_is_continued_is_kept_once_as_it_ended():
+    first = {"scale": "mini", "we_got": "a", "protocol": "1", "holds": None, "missing": 3}
+    longer = {**first, "we_got": "b", "missing": 1}
+    ended = {**first, "we_got": "c", "holds": True, "missing": 0}
+    row = None
+    for values in (first, longer, ended):
+        row = with_history(row, values)
+        assert [run["result"] for run in row["runs"]] == [values["we_got"]]
+    assert "missing" not in row["runs"][0]
+    changed = {**longer, "protocol": "2"}
+    assert [run["result"] for run in with_history(with_history(None, first), changed)["runs"]] == [
+        "a",
+        "b",
+    ]
+
+
 BASE = {"read": "800 texts", "width": 32, "depth": 2, "steps": 400, "batch": 16, "seeds": 3}
 
 
@@ -264,7 +280,9 @@ def test_the_size_of_a_row_is_that_of_its_table_of_sizes(values):
     table = SIZES[STUDY_OF.get(recipe, recipe)][values["scale"]]
     for field, option in SAME_NAMES.items():
         encoder = field == "width" and "as " in str(values["size"]["width"])
-        if option in table and not encoder:
+        if field == "seeds" and values.get("missing"):
+            assert 1 <= values["size"][field] <= table[option]
+        elif option in table and not encoder:
             assert values["size"][field] == table[option], field
     read = table.get("limit") or table.get("options", {}).get("limit_train")
     if read:

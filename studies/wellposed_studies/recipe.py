@@ -98,6 +98,8 @@ class Reproduction:
     """Test behind the verdict; required for any verdict."""
     size: Mapping[str, Any] | None = None
     """Size of what was trained, by `evidence.FIELDS`; None if nothing was."""
+    missing: int = 0
+    """Trainings that have not ended, if a later call continues the run."""
 
     def __post_init__(self) -> None:
         if self.holds is not None and self.criterion is None:

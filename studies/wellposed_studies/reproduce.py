@@ -244,6 +244,7 @@ def _values(
         "scale": request.scale,
         "kind": recipe.kind(request.scale, request.encoder),
         "size": result.size,
+        **({"missing": result.missing} if result.missing else {}),
         "paper_size": recipe.paper_size,
         "paper_says": recipe.claim,
         "quoted": recipe.notes_under("Quote"),

@@ -134,7 +134,7 @@ def _run_all(options: ReproduceArguments) -> bool:
     for name in recipe_names():
         done = finished(options.out, name)
         large = done and SCALES.index(done["scale"]) >= SCALES.index(options.scale)
-        if done and large and not (is_stale(done) or judged_earlier(done)):
+        if done and large and not (done.get("missing") or is_stale(done) or judged_earlier(done)):
             holds = holds and verdict_of(done) in (True, None)
             continue
         try:

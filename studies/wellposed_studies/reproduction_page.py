@@ -40,16 +40,17 @@ labels, blocks that return their inputs and models without blocks. A table of ma
 that each test answers differently if the effect is absent, as printed, reversed, or 2.5 times as
 large.
 
-Every run that was ever committed is listed. The largest decides, and a smaller one never replaces it.
-Runs are ordered by what they read, then by steps, width and depth, and by scale where their sizes
-have no order. Sizes of runs before 0.5 are reconstructed: from the configurations that their commit
-plans, and for the first runs of Zhang's tables, frontier/characters and qr, in part by inference from
-today's. If decided runs disagree, the row is undecided. Two artefacts of the same runs are one row. A
-row is stale if it has no digest (before 0.4, or restored), or a number of its measurement has changed
-since. A verdict by rules that have changed since counts as undecided until it is run again. Undecided
-rows say what would decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes
-are those of the last call (until 0.3: of all calls). The call that runs a shared training counts its
-minutes. DATA in a command is the path named under data."""
+Every run that was ever committed is listed, one that was continued as it ended. The largest
+decides, and a smaller one never replaces it. Runs are ordered by what they read, then by steps,
+width and depth, and by scale where their sizes have no order. Sizes of runs before 0.5 are
+reconstructed: from the configurations that their commit plans, and for the first runs of Zhang's
+tables, frontier/characters and qr, in part by inference from today's. If decided runs disagree, the
+row is undecided. Two artefacts of the same runs are one row. A row is stale if it has no digest
+(before 0.4, or restored), or a number of its measurement has changed since. A verdict by rules that
+have changed since counts as undecided until it is run again. Undecided rows say what would decide
+them. The notes of a withdrawn verdict begin with the withdrawal. Minutes are those of the last call
+(until 0.3: of all calls). The call that runs a shared training counts its minutes. DATA in a
+command is the path named under data."""
 OWN_HEADING = "Our own claims"
 
 
@@ -112,7 +113,8 @@ def _title(values: Mapping[str, Any]) -> str:
 
 
 def _verdict(values: Mapping[str, Any]) -> str:
-    return row_words(values) + is_stale(values) * ", stale"
+    running = f", running: {values['missing']} missing" if values.get("missing") else ""
+    return row_words(values) + running + is_stale(values) * ", stale"
 
 
 def _seeds(values: Mapping[str, Any]) -> object:

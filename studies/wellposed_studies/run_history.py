@@ -30,6 +30,7 @@ def run_of(values: Mapping[str, Any]) -> dict[str, Any]:
         "size": values.get("size"),
         "result": values["we_got"],
         "verdict": values["holds"],
+        **({"missing": values["missing"]} if values.get("missing") else {}),
     }
 
 
@@ -37,7 +38,8 @@ def with_history(earlier: Mapping[str, Any] | None, values: Mapping[str, Any]) -
     """Return the row of an artefact after one more run: all runs, led by the largest.
 
     The new run replaces an earlier row that is not larger, see `order_of_runs`. A larger row stays as
-    it is, with one run more. A repeated run (of one scale, digest and result) is kept once, as judged last.
+    it is, with one run more. A repeated run (of one scale, digest and result) is kept once, as judged last,
+    and so is one that was continued, as it ended.
     """
     run = run_of(values)
     if earlier is None:
@@ -60,4 +62,5 @@ def disagreement(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, Verdict]]
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(name) == other.get(name) for name in ("scale", "digest", "result"))
+    names = ("scale", "digest") if one.get("missing") else ("scale", "digest", "result")
+    return all(one.get(name) == other.get(name) for name in names)

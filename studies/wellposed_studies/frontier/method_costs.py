@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from wellposed_studies.frontier.emulated_products import bfloat16_products
 from wellposed_studies.frontier.method_data import Training
 from wellposed_studies.frontier.method_runs import Started, start
 from wellposed_studies.frontier.training_methods import BASELINES
@@ -25,7 +26,11 @@ def cpu_ratio(training: Training, data: Data) -> float:
 
     The steps of both alternate in one process, and their medians are compared.
     """
-    both = [start(one, data) for one in (training, replace(training, method=BASELINES[0]))]
+    products = bfloat16_products()
+    both = [
+        replace(start(one, data), products=products)
+        for one in (training, replace(training, method=BASELINES[0]))
+    ]
     longer = replace(training, steps=max(training.steps, WARM + COUNTED))
     read = itertools.islice(data.batches(longer), WARM + COUNTED)
     pairs = [[_seconds(one, number, batch) for one in both] for number, batch in enumerate(read)]

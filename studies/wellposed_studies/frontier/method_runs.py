@@ -92,7 +92,7 @@ class Started:
     rates: list[float]
     """The largest rate of each group."""
     products: AbstractContextManager[object] = field(default_factory=nullcontext)
-    """Context of the optimizer's steps; costs are measured without one."""
+    """Context of the optimizer's steps; launches are counted without one."""
 
     def step(self, number: int, batch: Batch) -> float:
         """Train on a batch, and return its loss."""

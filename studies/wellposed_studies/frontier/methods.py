@@ -126,7 +126,7 @@ def methods(request: Request) -> Reproduction:
         width 384, for a GPU.
     Note: rates are tried by half decades with one seed, and up to {WIDER} more at each end while the best
         is there. Decay is 0.1 for every method that reads it. On a CPU without instructions for bfloat16
-        the products of Muon run in float32 and are rounded, equal to the order of sums.
+        the products of Muon run in float32 and are rounded, equal to the order of sums; also for CPU ratios.
     Note: nothing is judged unless both baselines need their blocks, and are better than the best constant
         and a table of pairs of characters. Losses do not level off in so few steps: equal steps are
         compared, not ends of training.
@@ -184,6 +184,7 @@ def table_of_methods(
         reasons,
         Criterion("", sizes.seeds, "paired t-tests over seeds, Holm-corrected, at 5 %"),
         size_of_study(sizes, data, max((len(item.runs) for item in judged), default=0)),
+        missing,
     )
 
 
@@ -345,14 +346,21 @@ def unfit(tried: Sequence[Tried], data: Data) -> tuple[str, ...]:
         if blind:
             reasons.append(f"not judged: {', '.join(blind)} not better than {bar} ({loss:.3f})")
 
-    idle = [
-        item.method
+    needs = {
+        item.method: [
+            run["needs_blocks"] for run in item.runs if run.get("needs_blocks") is not None
+        ]
         for item in baselines
-        if any(run.get("needs_blocks") is False for run in item.runs)
-    ]
+    }
+    idle = [name for name, needed in needs.items() if not all(needed)]
     if idle:
         reasons.append(
             f"not judged: {', '.join(idle)} as good on train with blocks that return their inputs"
+        )
+    unmeasured = [name for name, needed in needs.items() if not needed]
+    if unmeasured:
+        reasons.append(
+            f"not judged: no seed of {', '.join(unmeasured)} says whether it needs its blocks"
         )
     return tuple(reasons)
 
@@ -384,8 +392,10 @@ def cost_columns(training: Training, data: Data, plain: StepCost) -> Row:
 
 
 def _row(item: Tried, costs: Row) -> Row:
-    first = item.runs[0] if item.runs else {}
-    ends = {name: first.get(name) for name in ("sigma_max", "logit_max", "certified", "failed")}
+    # The first trainings of the study recorded no singular value.
+    complete = [run for run in item.runs if run.get("sigma_max") is not None]
+    end = next(iter([*complete, *item.runs]), {})
+    ends = {name: end.get(name) for name in ("sigma_max", "logit_max", "certified", "failed")}
     return {
         "model": item.kind,
         "method": item.method,
