@@ -55,6 +55,10 @@ def make(monkeypatch, *, stops_at="", lacks_data="", read=None):
         )
 
     monkeypatch.setattr(Recipe, "__call__", made)
+    # A drawing takes longer than all else here, and is of the same panel for every recipe.
+    monkeypatch.setattr(
+        "wellposed_studies.reproduce.draw", lambda _, path: path.write_text("<svg/>")
+    )
     return ran
 
 
