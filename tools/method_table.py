@@ -1,7 +1,4 @@
-"""Write the tables of docs/howto/choose.md from the committed row of `frontier/methods`.
-
-python -m tools.method_table
-"""
+"""The tables of the committed row of `frontier/methods`, which `tools.quoted_rows` writes into pages."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = ROOT / "benchmarks" / "reproduction" / "frontier-methods.csv"
-PAGE = ROOT / "docs" / "howto" / "choose.md"
-BEGIN, END = "<!-- tables: python -m tools.method_table -->\n", "<!-- end of tables -->\n"
 UNKNOWN = "-"
 Row = Mapping[str, str]
 Cell = Callable[[Row], str]
@@ -62,16 +57,3 @@ def lines(path: Path = ROW) -> Iterator[str]:
         for row in rows:
             yield f"| {' | '.join(cell(row) for cell in columns.values())} |"
         yield ""
-
-
-def page(before: str) -> str:
-    """Return the page with today's tables between its marks."""
-    head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{PAGE.name}: expected {BEGIN!r} and {END!r} around its tables")
-    return head + begin + "\n" + "\n".join(lines()) + "\n" + end + tail
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")

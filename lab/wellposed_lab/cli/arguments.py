@@ -161,6 +161,7 @@ def with_typed(base: configs.RunConfig, typed: parser.TypedValues) -> configs.Ru
     """Return ``base`` with the typed options that it can have: those of a section together, or each
     that is right alone. Nothing is refused: `read_request` does it, for the result of a variant."""
     for section in (*SECTIONS, "start"):
+        # The model of --from is in the base, by its folder.
         values = {name: v for name, v in typed.get(section, {}).items() if name != "model"}
         if not values:
             continue
